@@ -1,0 +1,4 @@
+"""The intermediate representation: meshes, placements, typed graphs, ops, actions, passes.
+
+Imports nothing else of MSC.
+"""

@@ -1,0 +1,42 @@
+"""The exceptions of MSC.
+
+    MSCError
+    ├── UserError (ValueError)   the model, the plan or the options cannot be used as given
+    │   ├── CaptureError         the model cannot be captured as one graph
+    │   ├── PlanError            mesh, placement, schedule or memory do not fit the model
+    │   └── InputError           a batch differs from what the program was compiled for
+    ├── VerifyError              a pass broke an invariant: a bug in the pass
+    └── CommunicationError       ranks disagree at run time: mismatch, deadlock, other program
+
+User errors speak of the model and the plan: module path, source line, sizes, what to do.
+"""
+
+from __future__ import annotations
+
+
+class MSCError(Exception):
+    """Base class of every exception that MSC raises on purpose."""
+
+
+class UserError(MSCError, ValueError):
+    """The model, the plan or the options cannot be used as given."""
+
+
+class CaptureError(UserError):
+    """The model cannot be captured as one graph."""
+
+
+class PlanError(UserError):
+    """Mesh, placement, schedule or memory do not fit the model."""
+
+
+class InputError(UserError):
+    """A batch differs from what the program was compiled for."""
+
+
+class VerifyError(MSCError):
+    """A pass broke an invariant of the program: a bug in the pass, not in the model."""
+
+
+class CommunicationError(MSCError, RuntimeError):
+    """Ranks disagree: mismatched or missing communication, or different programs."""

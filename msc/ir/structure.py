@@ -1,0 +1,71 @@
+"""How a model is cut: distinct blocks, their instances, and the prelude.
+
+A forward graph becomes a *prelude* (values that depend on no parameter, duplicated into every chunk
+that needs them) and a list of block *instances*, of which equal ones share one block graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import fx
+
+SourceKind = Literal["parameter", "buffer", "input", "coordinate", "rng", "prelude", "block"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a placeholder of a block instance gets its value.
+
+    name: of the parameter, buffer, input, mesh axis, or prelude value; empty for a block's output.
+    instance, output: which output of which block instance.
+    """
+
+    kind: SourceKind
+    name: str = ""
+    instance: int = -1
+    output: int = 0
+
+    def __str__(self) -> str:
+        if self.kind == "block":
+            return f"instance {self.instance}[{self.output}]"
+        return f'{self.kind} "{self.name}"'
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One block of the model, at one place: a distinct block's graph with its own parameters."""
+
+    index: int
+    block: str
+    path: str
+    sources: tuple[Source, ...]
+
+
+@dataclass
+class Structure:
+    """The cut model. `prelude` outputs the values named in `prelude_outputs`, in order."""
+
+    blocks: dict[str, fx.GraphModule]
+    instances: list[Instance]
+    prelude: fx.GraphModule
+    prelude_outputs: list[str]
+    loss: Source
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for instance in self.instances:
+            self.counts[instance.block] = self.counts.get(instance.block, 0) + 1
+
+
+def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    """The placeholders of a graph, in order."""
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def output_nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    """The values that a block, prelude or forward graph returns, in order."""
+    values = gm.graph.output_node().args[0]
+    assert isinstance(values, (tuple, list))
+    return list(values)  # type: ignore[arg-type]

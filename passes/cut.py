@@ -1,0 +1,247 @@
+"""Cut the forward graph into blocks: one graph for each distinct layer, and the prelude.
+
+    %norm = ...  # layers.0.norm            prelude:  %cos, %mask   (no parameter among the ancestors)
+    %mlp  = ...  # layers.0.mlp       ->    block 1 "layers.0", instances layers.0, layers.1, ...
+    %norm_1 = ...  # layers.1.norm          instances: sources of each parameter and value
+
+A layer is an element of a module container (`layers.3`, `transformer.h.3`), the outermost one on a
+node's module path. Equal layers share one block graph: everything after the cut is done once for
+each distinct block. Numerics: kept bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from msc.ir.structure import Instance, Source, Structure, placeholders
+from msc.ir.values import CARRIED, operand_nodes, tensors_of
+
+_LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
+_DETACHING = {torch.ops.aten.detach.default}
+
+
+def cut(gm: fx.GraphModule) -> Structure:
+    """Cut a normalized forward graph; see the module's picture."""
+    mark_differentiable(gm)
+    prelude_nodes = _without_parameters(gm)
+    segment_of = _segments(gm, prelude_nodes)
+    return _Cutter(gm, prelude_nodes, segment_of).run()
+
+
+def mark_differentiable(gm: fx.GraphModule) -> None:
+    """Set `meta["differentiable"]`: whether a gradient flows to the node's value."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["differentiable"] = bool(node.meta.get("requires_grad", False))
+        elif node.op == "call_function":
+            floating = any(value.is_floating_point() for value in tensors_of(node))
+            node.meta["differentiable"] = (
+                floating
+                and node.target not in _DETACHING
+                and any(operand.meta["differentiable"] for operand in operand_nodes(node))
+            )
+
+
+def _without_parameters(gm: fx.GraphModule) -> set[fx.Node]:
+    """Call nodes with no parameter among their ancestors. Random ops are keyed, so they count too."""
+    found: set[fx.Node] = set()
+    tainted: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            if node.meta["kind"] == "parameter":
+                tainted.add(node)
+        elif node.op == "call_function":
+            if any(operand in tainted for operand in node.all_input_nodes):
+                tainted.add(node)
+            else:
+                found.add(node)
+    return found
+
+
+def layer_of(path: str) -> tuple[str, int] | None:
+    """Container and index of the outermost numbered module on a path; None if there is none."""
+    match = _LAYER.match(path)
+    return (match.group(1) or "", int(match.group(2))) if match else None
+
+
+def _segments(gm: fx.GraphModule, prelude: set[fx.Node]) -> dict[fx.Node, int]:
+    """Number of the segment of each call node outside the prelude; never falls along an edge."""
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n not in prelude]
+    layers = {node: layer_of(node.meta.get("module_path") or "") for node in nodes}
+    members: dict[str, set[int]] = {}
+    for layer in layers.values():
+        if layer is not None:
+            members.setdefault(layer[0], set()).add(layer[1])
+    numbers: dict[tuple[str, int], int] = {}
+    last_layer_position = -1
+    for position, node in enumerate(nodes):
+        layer = layers[node]
+        if layer is not None and len(members[layer[0]]) > 1:
+            numbers.setdefault(layer, len(numbers) + 1)
+            last_layer_position = position
+        else:
+            layers[node] = None
+    segment_of: dict[fx.Node, int] = {}
+    for position, node in enumerate(nodes):
+        layer = layers[node]
+        before = [segment_of[n] for n in node.all_input_nodes if n in segment_of]
+        own = numbers[layer] if layer is not None else 0
+        if layer is None and position > last_layer_position:
+            own = len(numbers) + 1
+        segment_of[node] = max([own, *before])
+    return segment_of
+
+
+class _Cutter:
+    def __init__(
+        self, gm: fx.GraphModule, prelude: set[fx.Node], segment_of: dict[fx.Node, int]
+    ) -> None:
+        self.gm = gm
+        self.prelude_nodes = prelude
+        self.segment_of = segment_of
+        self.order = {node: position for position, node in enumerate(gm.graph.nodes)}
+        (loss,) = gm.graph.output_node().args[0]  # type: ignore[misc]
+        self.loss: fx.Node = loss  # type: ignore[assignment]
+        self.instance_of: dict[int, int] = {}
+        self.output_index: dict[fx.Node, int] = {}
+        self.prelude_outputs: dict[fx.Node, str] = {}
+
+    def run(self) -> Structure:
+        segments: dict[int, list[fx.Node]] = {}
+        for node, segment in self.segment_of.items():
+            segments.setdefault(segment, []).append(node)
+        blocks: dict[str, fx.GraphModule] = {}
+        by_key: dict[str, str] = {}
+        instances: list[Instance] = []
+        for segment in sorted(segments):
+            nodes = segments[segment]
+            self.instance_of[segment] = len(instances)
+            graph, inputs = self._block(segment, nodes)
+            key = structural_hash(graph)
+            name = by_key.setdefault(key, f"block{len(by_key)}")
+            blocks.setdefault(name, graph)
+            sources = tuple(self._source(node) for node in inputs)
+            instances.append(Instance(len(instances), name, _path(nodes), sources))
+        loss = self._source(self.loss)
+        prelude = self._prelude()
+        names = list(self.prelude_outputs.values())
+        return Structure(blocks, instances, prelude, names, loss)
+
+    def _block(self, segment: int, nodes: list[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+        inside = set(nodes)
+        externals: dict[fx.Node, None] = {}
+        for node in nodes:
+            for operand in node.all_input_nodes:
+                if operand not in inside:
+                    externals[operand] = None
+        inputs = sorted(externals, key=self._input_order)
+        outputs = [
+            node
+            for node in nodes
+            if node is self.loss or any(user not in inside for user in _real_users(node))
+        ]
+        for index, node in enumerate(outputs):
+            self.output_index[node] = index
+        return copy_subgraph(inputs, nodes, outputs, self._placeholder_meta), inputs
+
+    def _input_order(self, node: fx.Node) -> tuple[int, int]:
+        kinds = {"parameter": 0, "buffer": 1}
+        kind = kinds.get(node.meta["kind"], 2) if node.op == "placeholder" else 3
+        if node in self.prelude_nodes:
+            kind = 2
+        # parameters of equal layers must come in the same order: that of their first use
+        return kind, min(self.order[user] for user in node.users) if kind == 0 else self.order[node]
+
+    def _placeholder_meta(self, node: fx.Node) -> dict[str, Any]:
+        meta = dict(node.meta)
+        if node.op != "placeholder":
+            meta["kind"] = "prelude" if node in self.prelude_nodes else "value"
+            meta["name"] = node.name
+        return meta
+
+    def _source(self, node: fx.Node) -> Source:
+        if node.op == "placeholder":
+            if node.meta["kind"] == "parameter":
+                return Source("parameter", node.meta["name"])
+            self.prelude_outputs.setdefault(node, node.name)
+            return Source("prelude", node.name)
+        if node in self.prelude_nodes:
+            self.prelude_outputs.setdefault(node, node.name)
+            return Source("prelude", node.name)
+        segment = self.segment_of[node]
+        return Source("block", "", self.instance_of[segment], self.output_index[node])
+
+    def _prelude(self) -> fx.GraphModule:
+        inputs = [
+            node
+            for node in self.gm.graph.nodes
+            if node.op == "placeholder" and node.meta["kind"] != "parameter"
+        ]
+        nodes = [node for node in self.gm.graph.nodes if node in self.prelude_nodes]
+        outputs = list(self.prelude_outputs)
+        return copy_subgraph(inputs, nodes, outputs, lambda node: dict(node.meta))
+
+
+def _real_users(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if user.op != "output"]
+
+
+def _path(nodes: list[fx.Node]) -> str:
+    """The layer that the nodes belong to, or their common module."""
+    for node in nodes:
+        path = node.meta.get("module_path") or ""
+        layer = layer_of(path)
+        if layer is not None:
+            return f"{layer[0]}.{layer[1]}" if layer[0] else str(layer[1])
+    paths = [path for node in nodes if (path := node.meta.get("module_path"))]
+    return paths[-1] if paths else ""
+
+
+def copy_subgraph(
+    inputs: list[fx.Node],
+    nodes: list[fx.Node],
+    outputs: list[fx.Node],
+    placeholder_meta: Callable[[fx.Node], dict[str, Any]],
+) -> fx.GraphModule:
+    """A graph of its own from part of another: placeholders, copied nodes, a tuple of outputs."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = placeholder_meta(node)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    graph.output(tuple(copies[node] for node in outputs))
+    gm = fx.GraphModule({}, graph)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
+
+
+def structural_hash(gm: fx.GraphModule) -> str:
+    """A digest that is equal exactly for graphs that differ only in names and module paths."""
+    digest = hashlib.sha256()
+    numbers: dict[fx.Node, int] = {}
+    for number, node in enumerate(gm.graph.nodes):
+        numbers[node] = number
+        values = tensors_of(node)
+        shapes = tuple((tuple(v.shape), str(v.dtype), v.stride()) for v in values)
+        if node.op == "placeholder":
+            head: Any = (node.meta["kind"], node.meta.get("differentiable"))
+        else:
+            target = node.target
+            head = target.__name__ if target is operator.getitem else str(target)
+        args = fx.map_arg((node.args, node.kwargs), lambda n: fx.Node.__name__ + str(numbers[n]))
+        digest.update(repr((node.op, head, args, shapes)).encode())
+    return digest.hexdigest()
+
+
+__all__ = ["CARRIED", "cut", "copy_subgraph", "mark_differentiable", "placeholders", "structural_hash"]

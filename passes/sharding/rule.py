@@ -1,0 +1,238 @@
+"""Factor rules: how an op's operands and results share dimensions, and what follows for sharding.
+
+A *factor* is a dimension that operands and results share: in `mk,kn->mn` the factor `k` is
+contracted, so that sharding it leaves a partial sum. A tensor's dim is a product of factors, major
+to minor (`(b s) d`), and may consist of several *runs* one after the other (the q, k and v of a
+fused weight). From a rule follow all the ways in which the op can run on shards: its strategies.
+
+In the spirit of Shardy's sharding rules (openxla/shardy) and nnScaler's annotations (OSDI 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from msc.ir.placement import (
+    PARTIAL,
+    REPLICATED,
+    VARYING,
+    Partial,
+    ReduceOp,
+    Replicate,
+    Segments,
+    Shard,
+    State,
+    sharded,
+)
+
+Factor = tuple[str, int]
+"""Name and global length."""
+Run = tuple[Factor, ...]
+"""A product of factors, major to minor."""
+Dim = tuple[Run, ...]
+"""One run, or several one after the other; a factor that all runs have shards all of them."""
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op of a graph on global shapes, free of torch.fx.
+
+    `operands` are the tensors among `args` and `kwargs` in `tree_flatten((args, kwargs))` order;
+    `results` the tensors that the op returns, in order.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    operands: tuple[torch.Tensor, ...]
+    results: tuple[torch.Tensor, ...]
+
+
+class LocalCall(ABC):
+    """The same op about to run on shards; a rule's `localize` turns it into what really runs."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operand_shapes: tuple[tuple[int, ...], ...]  # local
+    result_shapes: tuple[tuple[int, ...], ...]  # local
+
+    @abstractmethod
+    def start(self, factor: str) -> Any:
+        """First index of this rank's shard of `factor`: a 0-dim int64 value, or None if whole."""
+
+    @abstractmethod
+    def coordinates(self, result: int, dim: int) -> Any:
+        """Global index of each local index along a result's dim: 1-D int64, or None if whole."""
+
+
+Localized = tuple[Any, tuple[Any, ...], dict[str, Any]]
+Localize = Callable[[LocalCall], Localized]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one call's operands and results share dimensions.
+
+    operands, results: dims of each tensor, as products of factors; `()` for a scalar tensor.
+    contracted: factor -> what a result that lacks it becomes when the factor is sharded: one
+        reduction for all results, or one for each.
+    whole: factors that cannot be sharded at all (the normalized dim of a norm).
+    linear: groups of operand positions in which the op is jointly linear; a group that is partial
+        makes every result partial.
+    localize: rewrites target and arguments for local shapes; None keeps them.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    contracted: Mapping[str, ReduceOp | tuple[ReduceOp, ...]] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    localize: Localize | None = None
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One legal way to run a call over one axis: the states of its operands and results."""
+
+    operands: tuple[State, ...]
+    results: tuple[State, ...]
+    factor: str | None = None
+    segments: Segments = 1
+
+    def __str__(self) -> str:
+        name = self.factor or "-"
+        return f"{name}: {', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
+
+
+def placement_of(dims: Dims, factor: str, segments: Segments = 1) -> Shard | None:
+    """The placement of a tensor when `factor` is sharded; None if the tensor lacks it.
+
+    `segments` refines the factor itself: it is split run by run (a fused weight's columns).
+    """
+    for index, dim in enumerate(dims):
+        pieces: list[int] = []
+        for run in dim:
+            names = [name for name, _ in run]
+            if factor not in names:
+                break
+            position = names.index(factor)
+            outer = math.prod(length for _, length in run[:position])
+            inner = math.prod(length for _, length in run[position + 1 :])
+            length = run[position][1]
+            own = Shard(0, segments).run_lengths(length)
+            pieces.extend([part * inner for part in own] * outer)
+        else:
+            if pieces:
+                return Shard(index, len(pieces) if len(set(pieces)) == 1 else tuple(pieces))
+    return None
+
+
+def factor_of(dims: Dims, placement: Shard) -> tuple[str, Segments] | None:
+    """The factor, with its segments, whose sharding gives `placement`; None if there is none."""
+    if placement.dim >= len(dims):
+        return None
+    dim = dims[placement.dim]
+    if len(dim) != 1:
+        shared = set.intersection(*({name for name, _ in run} for run in dim))
+        for name in sorted(shared):
+            if placement_of(dims, name) == placement:
+                return name, 1
+        return None
+    (run,) = dim
+    if isinstance(placement.segments, tuple):
+        real = [(name, length) for name, length in run if length != 1]
+        inner = math.prod(length for _, length in real[1:])
+        if real and all(piece % inner == 0 for piece in placement.segments):
+            return real[0][0], tuple(piece // inner for piece in placement.segments)
+        return None
+    outer = 1
+    for name, length in run:
+        if length == 1:
+            continue
+        if placement.segments % outer == 0 and placement.segments < outer * length:
+            within = placement.segments // outer
+            return (name, within) if length % within == 0 else None
+        outer *= length
+    return None
+
+
+def strategies(
+    rule: Rule | None,
+    num_operands: int,
+    num_results: int,
+    size: int,
+    candidates: Sequence[tuple[str, Segments]] = (),
+) -> list[Strategy]:
+    """Every legal way to run a call over an axis of `size` ranks.
+
+    `candidates` names factors with segments beyond the plain ones, as found by propagating
+    placements from the neighbours. Without a rule only replication is legal.
+    """
+    found = [
+        Strategy((REPLICATED,) * num_operands, (REPLICATED,) * num_results),
+        Strategy((VARYING,) * num_operands, (VARYING,) * num_results),
+    ]
+    if rule is None:
+        return found
+    for group in rule.linear:
+        operands = tuple(PARTIAL if i in group else VARYING for i in range(num_operands))
+        found.append(Strategy(operands, (PARTIAL,) * num_results))
+    wanted = dict.fromkeys([*((name, 1) for name in factors(rule)), *candidates])
+    for factor, segments in wanted:
+        strategy = shard_factor(rule, factor, segments, size)
+        if strategy is not None and strategy not in found:
+            found.append(strategy)
+    return found
+
+
+def factors(rule: Rule) -> dict[str, int]:
+    """The rule's factors that may be sharded, in order of appearance, with a length."""
+    names: dict[str, int] = {}
+    for dims in (*rule.operands, *rule.results):
+        for dim in dims:
+            for run in dim:
+                for name, length in run:
+                    names.setdefault(name, length)
+    return {name: length for name, length in names.items() if name not in rule.whole}
+
+
+def shard_factor(rule: Rule, factor: str, segments: Segments, size: int) -> Strategy | None:
+    """The strategy that shards `factor` over `size` ranks; None if it is not legal."""
+    if factor in rule.whole:
+        return None
+    for dims in (*rule.operands, *rule.results):
+        for dim in dims:
+            shares = [[length for name, length in run if name == factor] for run in dim]
+            if not any(shares):
+                continue
+            if not all(shares):
+                return None
+            for (length,) in shares:
+                if not Shard(0, segments).divides(length, size):
+                    return None
+    operands = tuple(_operand_state(dims, factor, segments) for dims in rule.operands)
+    results: list[State] = []
+    for index, dims in enumerate(rule.results):
+        placement = placement_of(dims, factor, segments)
+        if placement is not None:
+            results.append(State(placement, placement))
+            continue
+        reduction = rule.contracted.get(factor)
+        if reduction is None:
+            return None
+        op = reduction if isinstance(reduction, str) else reduction[index]
+        results.append(State(Partial(op), Replicate()))
+    return Strategy(operands, tuple(results), factor, segments)
+
+
+def _operand_state(dims: Dims, factor: str, segments: Segments) -> State:
+    placement = placement_of(dims, factor, segments)
+    return VARYING if placement is None else sharded(placement.dim, placement.segments)
