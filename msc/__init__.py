@@ -1,0 +1,73 @@
+"""MSC compiles an ordinary PyTorch model into per-rank parallel training programs.
+
+    import msc
+
+    program = msc.compile(model, batch, mesh="pp=2,dp=2,tp=2", ...)
+
+The public names are loaded when they are first used, so that `import msc.passes.x` loads that pass
+and what it needs, and nothing of the code generator or the runtime.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from msc.ir.errors import CaptureError as CaptureError
+    from msc.ir.errors import CommunicationError as CommunicationError
+    from msc.ir.errors import InputError as InputError
+    from msc.ir.errors import MSCError as MSCError
+    from msc.ir.errors import PlanError as PlanError
+    from msc.ir.errors import UserError as UserError
+    from msc.ir.errors import VerifyError as VerifyError
+    from msc.ir.mesh import Mesh as Mesh
+    from msc.ir.pipeline import GraphPass as GraphPass
+    from msc.ir.pipeline import Pass as Pass
+    from msc.ir.pipeline import UnitPass as UnitPass
+    from msc.ir.placement import Partial as Partial
+    from msc.ir.placement import Replicate as Replicate
+    from msc.ir.placement import Shard as Shard
+
+__version__ = "0.1.0"
+
+# Name -> "module:attribute", or a module alone. No module of this package has the name of a public
+# function: importing msc.verify would put a module where the function verify belongs.
+PUBLIC = {
+    "compile": "msc.compiler:compile",
+    "load": "msc.program:load",
+    "verify": "msc.verification:verify",
+    "Mesh": "msc.ir.mesh:Mesh",
+    "Shard": "msc.ir.placement:Shard",
+    "Replicate": "msc.ir.placement:Replicate",
+    "Partial": "msc.ir.placement:Partial",
+    "Cluster": "msc.cost:Cluster",
+    "AdamW": "msc.optimizers:AdamW",
+    "Trainer": "msc.trainer:Trainer",
+    "Pass": "msc.ir.pipeline:Pass",
+    "GraphPass": "msc.ir.pipeline:GraphPass",
+    "UnitPass": "msc.ir.pipeline:UnitPass",
+    "MSCError": "msc.ir.errors:MSCError",
+    "UserError": "msc.ir.errors:UserError",
+    "CaptureError": "msc.ir.errors:CaptureError",
+    "PlanError": "msc.ir.errors:PlanError",
+    "InputError": "msc.ir.errors:InputError",
+    "VerifyError": "msc.ir.errors:VerifyError",
+    "CommunicationError": "msc.ir.errors:CommunicationError",
+    "testing": "msc.testing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'msc' has no attribute {name!r}")
+    module, _, attribute = PUBLIC[name].partition(":")
+    value: Any = importlib.import_module(module)
+    if attribute:
+        value = getattr(value, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *PUBLIC})

@@ -1,0 +1,1 @@
+"""Normalization of a captured graph: constants, masks, in-place ops, ties, opaque ops."""
