@@ -31,9 +31,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def format_graph(gm: fx.GraphModule, title: str = "") -> str:
-    """The text of a graph, without a final newline; under `title`, if there is one, indented."""
-    lines = [f"  {format_node(node)}" for node in gm.graph.nodes]
-    return "\n".join([title, *lines] if title else lines)
+    """The text of a graph, without a final newline; indented under `title`, if there is one."""
+    lines = [format_node(node) for node in gm.graph.nodes]
+    return "\n".join([title, *(f"  {line}" for line in lines)] if title else lines)
 
 
 def format_neighbourhood(gm: fx.GraphModule, node: fx.Node, around: int = 5) -> str:

@@ -9,6 +9,8 @@
     kind            of a placeholder: "parameter", "buffer", "input", "coordinate", "rng", "value",
                     "saved", "gradient", "optimizer", "step"
     name            of a placeholder: the parameter's, buffer's or input's name as the user knows it
+    marks           {name: value} that a pass left for a later one, such as {"recompute": True}; they
+                    are part of the printed text, so setting one counts as a change
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def verify(gm: fx.GraphModule, checks: Sequence[Check], after: str) -> None:
 
 
 def explain(check: str, violation: Violation, after: str) -> str:
-    """The message of a `VerifyError`: the check, what was done last, the node and its surroundings."""
+    """The message of a `VerifyError`: the check, what was done last, the program at the node."""
     parts = [f"{check} fails after {after}:\n  {violation.reason}"]
     node = violation.node
     if node is not None and node.graph.owning_module is not None:
@@ -60,7 +60,7 @@ def explain(check: str, violation: Violation, after: str) -> str:
 
 
 def structure(gm: fx.GraphModule) -> Violation | None:
-    """The graph is well formed, its values are known, it is functional, and what starts is waited for."""
+    """Well formed, every value known, no op that writes to an operand, every start waited for."""
     for check in (well_formed, values_known, functional, starts_are_waited):
         violation = check(gm)
         if violation is not None:
@@ -69,7 +69,7 @@ def structure(gm: fx.GraphModule) -> Violation | None:
 
 
 def well_formed(gm: fx.GraphModule) -> Violation | None:
-    """Values are computed before they are read, names are unique, targets exist, an output ends it."""
+    """Values are computed before they are read, targets exist, and an output ends the graph."""
     seen: set[fx.Node] = set()
     nodes = list(gm.graph.nodes)
     for node in nodes:
@@ -158,7 +158,8 @@ def _collective_waited(node: fx.Node) -> Violation | None:
             return violation
     if len(taken) != len(node.meta["val"]):
         return Violation(
-            node, f"only {len(taken)} of {len(node.meta['val'])} results of %{node.name} are waited for"
+            node,
+            f"only {len(taken)} of {len(node.meta['val'])} results of %{node.name} are waited for",
         )
     return None
 
