@@ -54,3 +54,58 @@ def argument_names(op: OpOverload) -> dict[str, bool]:
     """The names of an op's arguments, each with whether it is keyword-only. Schemas are private."""
     return {argument.name: argument.kwarg_only for argument in op._schema.arguments}
 
+
+
+def add_each(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`left[i] + right[i]`, in one call. The foreach functions are documented but underscored."""
+    return list(torch._foreach_add(list(left), list(right)))
+
+
+def add_each_(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
+    """`left[i] += right[i]`, in one call."""
+    torch._foreach_add_(list(left), list(right))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """A number that every in-place write to the tensor's memory raises."""
+    return int(tensor._version)
+
+
+def fused_adamw_(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    first_moments: list[torch.Tensor],
+    second_moments: list[torch.Tensor],
+    step: torch.Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One AdamW step in place by torch's fused kernel; `step` is a 0-dim float32 tensor.
+
+    All tensors have one device and dtype. The public `torch.optim.AdamW(fused=True)` keeps its own
+    step counters and moments, so it cannot run on ours.
+    """
+    torch._fused_adamw_(
+        parameters,
+        gradients,
+        first_moments,
+        second_moments,
+        [],
+        [step] * len(parameters),
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+# The fused attention of the CPU. Its public wrapper keeps neither the logsumexp nor one node.
+FLASH_ATTENTION_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_ATTENTION_CPU_BACKWARD = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+)
