@@ -1,1 +1,1 @@
-"""Normalization of a captured graph: constants, masks, in-place ops, ties, opaque ops."""
+"""Normalization: from what torch.export gives to functional graphs of ATen and opaque MSC ops."""

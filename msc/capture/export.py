@@ -1,0 +1,109 @@
+"""Run torch.export on the loss of a model, and explain in the user's terms why it failed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.utils.checkpoint import CheckpointFunction
+
+from msc.capture.loss import LossModule
+from msc.capture.source import line_of_caller, line_of_exception
+from msc.ir.errors import CaptureError
+
+_DATA_DEPENDENT = ("data-dependent", "DataDependent", "unbacked", "data dependent", ".item()")
+
+
+def export_loss(
+    module: LossModule, tensors: Sequence[torch.Tensor], batch_dims: Sequence[int | None]
+) -> tuple[ExportedProgram, str | None]:
+    """Export with a symbolic batch, or with a fixed one where the model insists on it.
+
+    `tensors` are fake; returns the program, and a note if the batch is fixed.
+    """
+    batch = Dim("batch", min=2)
+    dynamic = tuple({} if dim is None else {dim: batch} for dim in batch_dims)
+    try:
+        return _export(module, tensors, dynamic), None
+    except CaptureError:
+        raise
+    except Exception as symbolic_error:  # any failure may come from the symbolic size
+        try:
+            program = _export(module, tensors, None)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise explain(error) from error
+        return program, (
+            "The model fixes its batch size: "
+            f"{_first_line(symbolic_error)}. The batch was captured as a constant."
+        )
+
+
+def _export(
+    module: LossModule, tensors: Sequence[torch.Tensor], dynamic: tuple[dict[int, Any], ...] | None
+) -> ExportedProgram:
+    shapes = None if dynamic is None else (dynamic,)
+    with _refuse_user_functions(), torch.enable_grad(), warnings.catch_warnings():
+        # What torch.export warns about (its own deprecations) is nothing the user can act on.
+        warnings.simplefilter("ignore")
+        return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=False)
+
+
+@contextmanager
+def _refuse_user_functions() -> Iterator[None]:
+    """Refuse torch.autograd.Function: export would differentiate its forward and forget its backward.
+
+    Ops with a registered gradient come as functions too, and are no danger. Reentrant
+    checkpointing is run as what it computes: what to recompute is not the model's choice here.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            function, _, *inputs = args
+            return function(*inputs)
+        if cls.__module__.startswith("torch.") or cls.__name__.startswith("GeneratedBackwardFor_"):
+            return original.__get__(None, cls)(*args, **kwargs)
+        raise CaptureError(
+            f"{cls.__qualname__} is a torch.autograd.Function, whose backward a captured graph "
+            f"would lose. It is called at {line_of_caller()}. Write its forward in plain torch ops, "
+            "or register it as an op with torch.library.custom_op and register_autograd."
+        )
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original
+
+
+def explain(error: BaseException) -> CaptureError:
+    """The `CaptureError` that says what an export failure means for the model's author."""
+    place = next((line for e in _chain(error) if (line := line_of_exception(e))), "")
+    at = f" at {place}" if place else ""
+    text = " ".join(f"{type(e).__name__}: {e}" for e in _chain(error))
+    if any(word in text for word in _DATA_DEPENDENT):
+        return CaptureError(
+            f"The program depends on the numbers in a tensor{at}. One graph must serve every batch: "
+            "replace the branch or the data-dependent shape by torch.where or a mask, or move it "
+            f"out of the model. (torch.export: {_first_line(error)})"
+        )
+    return CaptureError(f"The model cannot be exported{at}: {_first_line(error)}")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
