@@ -85,6 +85,8 @@ class Rule:
     contracted: factor -> what a result that lacks it becomes when the factor is sharded: one
         reduction for all results, or one for each.
     whole: factors that cannot be sharded at all (the normalized dim of a norm).
+    contiguous: factors that cannot be split by segments, since a rank's part has to be an interval
+        (the rows of an embedding table, which `LocalCall.start` describes).
     linear: groups of operand positions in which the op is jointly linear; a group that is partial
         makes every result partial.
     localize: rewrites target and arguments for local shapes; None keeps them.
@@ -94,6 +96,7 @@ class Rule:
     results: tuple[Dims, ...]
     contracted: Mapping[str, ReduceOp | tuple[ReduceOp, ...]] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
+    contiguous: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     localize: Localize | None = None
 
@@ -206,7 +209,7 @@ def factors(rule: Rule) -> dict[str, int]:
 
 def shard_factor(rule: Rule, factor: str, segments: Segments, size: int) -> Strategy | None:
     """The strategy that shards `factor` over `size` ranks; None if it is not legal."""
-    if factor in rule.whole:
+    if factor in rule.whole or (segments != 1 and factor in rule.contiguous):
         return None
     for dims in (*rule.operands, *rule.results):
         for dim in dims:

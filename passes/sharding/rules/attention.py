@@ -1,0 +1,38 @@
+"""Attention: batch and heads are free; a query sees all keys, so that the keys stay whole."""
+
+from __future__ import annotations
+
+from torch import ops
+
+from msc.passes.sharding.rule import Rule
+from msc.passes.sharding.rules.binding import Bound, table_line
+from msc.passes.sharding.rules.notation import from_notation
+
+aten = ops.aten
+
+
+def _scaled_dot_product(bound: Bound) -> Rule | None:
+    """Query rows are free too unless causality depends on their place. None with dropout."""
+    if bound.values["dropout_p"] > 0:
+        return None
+    whole = "dt" + ("s" if bound.values["is_causal"] else "")
+    if not bound.values["enable_gqa"]:
+        return from_notation(
+            bound, "...sd,...td,...te,...st->...se", whole=whole, linear="value"
+        )
+    if len(bound.shape("query")) != 4:
+        return None
+    return from_notation(
+        bound,
+        "b(gr)sd,bgtd,bgte,b(gr)st->b(gr)se",
+        whole=whole + whole_within_groups(bound.shape("key")[1]),
+        linear="value",
+    )
+
+
+def whole_within_groups(num_key_heads: int) -> str:
+    """Query heads of a group are split only if there is one group, whose keys all ranks have."""
+    return "r" if num_key_heads > 1 else ""
+
+
+ATTENTION = [table_line(_scaled_dot_product, [aten.scaled_dot_product_attention])]

@@ -1,0 +1,100 @@
+"""Ops that take a tensor apart along a dim or put several together: split, cat and their kin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import ops
+
+from msc.passes.sharding.rule import Dim, LocalCall, Localized, Rule
+from msc.passes.sharding.rules.binding import Bound, dim_of, dims_of, table_line, with_arguments
+
+aten = ops.aten
+
+
+def runs_of(lengths: Sequence[int]) -> tuple[Dim, list[Dim], list[str]]:
+    """A dim made of parts, each part's own dim, and the factors that must stay whole.
+
+    Equal parts are a product of which the part is one factor; unequal ones are runs that share a
+    factor with different lengths.
+    """
+    parts = [dim_of("rest", length) for length in lengths]
+    if len(set(lengths)) == 1:
+        return ((("part", len(lengths)), ("rest", lengths[0])),), parts, ["part"]
+    return tuple((("rest", length),) for length in lengths), parts, []
+
+
+def _split(bound: Bound) -> Rule | None:
+    """split, chunk: one result for each part of a dim."""
+    shape = bound.shape("self")
+    dim = bound.dim()
+    lengths = [result.shape[dim] for result in bound.results]
+    if 0 in shape or 0 in lengths:
+        return None
+    joined, parts, whole = runs_of(lengths)
+    dims = dims_of(shape)
+
+    def localize(local: LocalCall) -> Localized:
+        local_lengths = [result[dim] for result in local.result_shapes]
+        if "split_size" in bound.values:
+            size = bound.values["split_size"]
+            one = isinstance(size, int)
+            return with_arguments(local, split_size=local_lengths[0] if one else local_lengths)
+        if "split_sizes" in bound.values:
+            return with_arguments(local, split_sizes=local_lengths)
+        return local.target, local.args, local.kwargs
+
+    return bound.rule(
+        {"self": (*dims[:dim], joined, *dims[dim + 1 :])},
+        [(*dims[:dim], part, *dims[dim + 1 :]) for part in parts],
+        whole=whole,
+        linear=[["self"]],
+        localize=localize,
+    )
+
+
+def _unbind(bound: Bound) -> Rule:
+    dim = bound.dim()
+    dims = dims_of(bound.shape("self"))
+    kept = (*dims[:dim], *dims[dim + 1 :])
+    return bound.rule(
+        {"self": tuple(dims)}, [kept] * len(bound.results), whole=[f"d{dim}"], linear=[["self"]]
+    )
+
+
+def _cat(bound: Bound) -> Rule | None:
+    """None where torch drops an operand: the old-style empty one of a single dim."""
+    shapes = [tuple(tensor.shape) for tensor in bound.tensors("tensors")]
+    rank = len(bound.result_shape())
+    if any(len(shape) != rank for shape in shapes):
+        return None
+    dim = bound.dim(rank=rank)
+    lengths = [shape[dim] for shape in shapes]
+    if 0 in lengths:
+        return None
+    joined, parts, whole = runs_of(lengths)
+    dims = dims_of(bound.result_shape())
+    return bound.rule(
+        {"tensors": [(*dims[:dim], part, *dims[dim + 1 :]) for part in parts]},
+        [(*dims[:dim], joined, *dims[dim + 1 :])],
+        whole=whole,
+        linear=[["tensors"]],
+    )
+
+
+def _stack(bound: Bound) -> Rule:
+    tensors = bound.tensors("tensors")
+    dim = bound.dim(rank=tensors[0].dim() + 1)
+    dims = dims_of(tuple(tensors[0].shape))
+    result = (*dims[:dim], dim_of("new", len(tensors)), *dims[dim:])
+    return bound.rule(
+        {"tensors": [tuple(dims)] * len(tensors)}, [result], whole=["new"], linear=[["tensors"]]
+    )
+
+
+JOINING = [
+    table_line(_split, [aten.split.Tensor, aten.split.sizes, aten.split_with_sizes, aten.chunk]),
+    table_line(_unbind, [aten.unbind.int]),
+    table_line(_cat, [aten.cat, aten.concat]),
+    table_line(_stack, [aten.stack]),
+]

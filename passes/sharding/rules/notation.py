@@ -1,0 +1,130 @@
+"""Rules as strings, in the spirit of einsum.
+
+    mk,kn->mn                     a letter is a factor; one that no result has is contracted (a sum)
+    ...k,nk,n->...n               `...` stands for any leading, middle or trailing dims
+    b(gr)sd,bgtd->b(gr)st         `(gr)` is a dim that is a product of two factors
+
+The terms belong to the op's tensor arguments in the order of its schema; the term of an absent
+optional tensor is skipped. Tensors broadcast as in torch: a term may have more dims than its
+tensor, which then has the last ones, and a dim of length 1 lacks the factors of its place.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msc.ir.placement import ReduceOp
+from msc.passes.sharding.rule import Dim, Dims, Localize, Rule
+from msc.passes.sharding.rules.binding import (
+    EMPTY,
+    Bound,
+    Contracted,
+    Line,
+    parse_linear,
+    table_line,
+)
+
+Token = tuple[str, ...]
+"""The factors of a dim, major to minor."""
+ELLIPSIS: Token = ("...",)
+
+
+def line(text: str, *ops: Any, whole: str = "", linear: str = "") -> Line:
+    """A line of the table: ops whose dims `text` describes.
+
+    whole: letters that cannot be sharded. linear: see `parse_linear`.
+    """
+    return table_line(lambda bound: from_notation(bound, text, whole=whole, linear=linear), ops)
+
+
+def from_notation(
+    bound: Bound,
+    text: str,
+    *,
+    whole: str = "",
+    contiguous: str = "",
+    linear: str = "",
+    contracted: Contracted | None = None,
+    lengths: Mapping[str, int] | None = None,
+    localize: Localize | None = None,
+) -> Rule:
+    """The rule of a call whose dims `text` describes.
+
+    contracted: overrides the sum that a letter without a place in the results stands for.
+    lengths: of letters that occur only inside products.
+    """
+    before, _, after = text.partition("->")
+    named = dict(zip(_tensor_arguments(bound), before.split(","), strict=True))
+    terms = {name: _tokens(term) for name, term in named.items() if bound.has_tensor(name)}
+    shapes = {name: bound.shape(name) for name in terms}
+    known = _lengths([(terms[name], shapes[name]) for name in terms], dict(lengths or {}))
+    operands = {name: _dims(terms[name], shapes[name], known) for name in terms}
+    results = [
+        _dims(_tokens(term), tuple(tensor.shape), known)
+        for term, tensor in zip(after.split(","), bound.results, strict=True)
+    ]
+    sums: dict[str, ReduceOp | tuple[ReduceOp, ...]] = {
+        letter: "sum" for letter in known if letter not in after and letter not in whole
+    }
+    ellipsis_whole = [name for name in known if name.startswith("e_")] if "..." in whole else []
+    return bound.rule(
+        operands,
+        results,
+        contracted={**{k: v for k, v in sums.items() if not k.startswith("e_")}, **(contracted or {})},
+        whole=[*whole.replace("...", ""), *ellipsis_whole],
+        contiguous=contiguous,
+        linear=parse_linear(linear),
+        localize=localize,
+    )
+
+
+def _tensor_arguments(bound: Bound) -> list[str]:
+    schema = bound.call.target._schema.arguments
+    return [a.name for a in schema if str(a.type) in ("Tensor", "Optional[Tensor]")]
+
+
+def _tokens(term: str) -> list[Token]:
+    pieces = re.findall(r"\.\.\.|\(\w+\)|\w", term.strip())
+    return [ELLIPSIS if piece == "..." else tuple(piece.strip("()")) for piece in pieces]
+
+
+def _expand(tokens: Sequence[Token], rank: int) -> list[Token]:
+    """The tokens of a tensor of `rank` dims: `...` spelled out (`e_1 e_0`), or the last tokens."""
+    if ELLIPSIS not in tokens:
+        return list(tokens[len(tokens) - rank :])
+    at = tokens.index(ELLIPSIS)
+    missing = rank - (len(tokens) - 1)
+    if missing < 0:
+        return [token for token in tokens if token != ELLIPSIS][-rank:] if rank else []
+    middle = [(f"e_{index}",) for index in reversed(range(missing))]
+    return [*tokens[:at], *middle, *tokens[at + 1 :]]
+
+
+def _lengths(
+    terms: Sequence[tuple[Sequence[Token], tuple[int, ...]]], known: dict[str, int]
+) -> dict[str, int]:
+    """Lengths of all factors: of those alone in a dim, then of the unknown one of a product."""
+    products: list[tuple[Token, int]] = []
+    for tokens, shape in terms:
+        for token, length in zip(_expand(tokens, len(shape)), shape, strict=True):
+            if len(token) == 1:
+                known[token[0]] = max(known.get(token[0], 1), length)
+            else:
+                products.append((token, length))
+    for token, length in products:
+        unknown = [letter for letter in token if letter not in known]
+        if len(unknown) == 1:
+            known[unknown[0]] = length // math.prod(known[t] for t in token if t in known)
+    return known
+
+
+def _dims(tokens: Sequence[Token], shape: tuple[int, ...], lengths: Mapping[str, int]) -> Dims:
+    dims: list[Dim] = []
+    for token, length in zip(_expand(tokens, len(shape)), shape, strict=True):
+        run = tuple((letter, lengths[letter]) for letter in token)
+        broadcast = length == 1 and math.prod(lengths[letter] for letter in token) != 1
+        dims.append(EMPTY if broadcast else (run,))
+    return tuple(dims)
