@@ -1,0 +1,1 @@
+"""Tools for testing compiled programs against the model that they were compiled from."""
