@@ -6,10 +6,22 @@ Private names change without notice. Each stands here with the reason why no pub
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+
+# The joint forward and backward graph, and what its inputs and outputs stand for.
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 # One overload of a torch op: what `torch.ops.msc.linear.default` is. Public only as a value.
 from torch._ops import OpOverload as OpOverload
@@ -104,8 +116,60 @@ def fused_adamw_(
         maximize=False,
     )
 
-# The fused attention of the CPU. Its public wrapper keeps neither the logsumexp nor one node.
-FLASH_ATTENTION_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-FLASH_ATTENTION_CPU_BACKWARD = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-)
+
+def joint_graph(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The joint forward and backward graph of `gm`, by AOTAutograd's joint export.
+
+    Placeholders and the output carry `meta["desc"]`; see `joint_inputs` and `joint_outputs`. The
+    public torch.export has no joint form that keeps ops whole.
+    """
+    with contextlib.ExitStack() as stack:
+        exported = aot_export_joint_with_descriptors(stack, gm, tuple(inputs))
+    graph_module = exported.graph_module
+    assert isinstance(graph_module, fx.GraphModule)
+    return graph_module
+
+
+def joint_inputs(joint: fx.GraphModule) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
+    """Placeholders of a joint graph: by input number, and tangents by output number."""
+    primals: dict[int, fx.Node] = {}
+    tangents: dict[int, fx.Node] = {}
+    for node in joint.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        desc = node.meta["desc"]
+        if isinstance(desc, TangentAOTInput):
+            tangents[desc.output.idx] = node
+        else:
+            primals[desc.idx] = node
+    return primals, tangents
+
+
+def joint_outputs(joint: fx.GraphModule) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Outputs of a joint graph: by output number, and gradients by input number."""
+    node = joint.graph.output_node()
+    outputs: dict[int, Any] = {}
+    gradients: dict[int, Any] = {}
+    for value, desc in zip(node.args[0], node.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if isinstance(desc, GradAOTOutput):
+            gradients[desc.grad_of.idx] = value
+        elif isinstance(desc, PlainAOTOutput):
+            outputs[desc.idx] = value
+        elif desc is not None:
+            raise NotImplementedError(f"a joint graph's output {desc}: a mutated input")
+    return outputs, gradients
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of an op's schema; `type` as the schema prints it: `Optional[Tensor]`."""
+
+    name: str
+    type: str
+    default: Any
+
+
+@cache
+def schema_arguments(op: OpOverload) -> tuple[Argument, ...]:
+    """The arguments of an op, in order. An op's schema has no public name."""
+    return tuple(Argument(a.name, str(a.type), a.default_value) for a in op._schema.arguments)

@@ -17,9 +17,7 @@ def _scaled_dot_product(bound: Bound) -> Rule | None:
         return None
     whole = "dt" + ("s" if bound.values["is_causal"] else "")
     if not bound.values["enable_gqa"]:
-        return from_notation(
-            bound, "...sd,...td,...te,...st->...se", whole=whole, linear="value"
-        )
+        return from_notation(bound, "...sd,...td,...te,...st->...se", whole=whole, linear="value")
     if len(bound.shape("query")) != 4:
         return None
     return from_notation(

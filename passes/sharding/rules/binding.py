@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from msc.ir.placement import ReduceOp
-from msc.ir.torch_private import OpOverload
-from msc.passes.sharding.rule import Call, Dim, Dims, Localize, LocalCall, Localized, Rule
+from msc.ir.torch_private import OpOverload, schema_arguments
+from msc.passes.sharding.rule import Call, Dim, Dims, LocalCall, Localize, Localized, Rule
 
 Contracted = Mapping[str, ReduceOp | tuple[ReduceOp, ...]]
 LinearGroups = Sequence[Sequence[str]]
@@ -48,6 +48,11 @@ class Bound:
 
     def result_shape(self, index: int = 0) -> tuple[int, ...]:
         return tuple(self.results[index].shape)
+
+    def tensor_arguments(self) -> list[str]:
+        """The arguments that take one tensor, given or not, in the order of the schema."""
+        schema = schema_arguments(self.call.target)
+        return [a.name for a in schema if a.type in ("Tensor", "Optional[Tensor]")]
 
     def dim(self, name: str = "dim", rank: int | None = None) -> int:
         """An argument that names one dim, counted from the front."""
@@ -89,7 +94,7 @@ class Bound:
         return rule
 
     def _linear_groups(self, groups: LinearGroups) -> tuple[frozenset[int], ...]:
-        """Operand positions of the groups that are all tensors; only floating tensors are partial."""
+        """Operand positions of the groups that are all tensors; only floating ones are partial."""
         if not all(result.is_floating_point() for result in self.results):
             return ()
         found: list[frozenset[int]] = []
@@ -120,9 +125,9 @@ def table_line(build: Build, ops: Sequence[Any]) -> Line:
 
 def bind(call: Call) -> Bound:
     """Name the arguments of a call by its op's schema."""
-    schema = call.target._schema.arguments
-    values = {argument.name: argument.default_value for argument in schema}
-    takes_tensors = {a.name for a in schema if "Tensor" in str(a.type)}
+    schema = schema_arguments(call.target)
+    values = {argument.name: argument.default for argument in schema}
+    takes_tensors = {argument.name for argument in schema if "Tensor" in argument.type}
     positions: dict[str, tuple[int, ...]] = dict.fromkeys(values, ())
     names = [argument.name for argument in schema]
     place = 0
@@ -138,7 +143,7 @@ def bind(call: Call) -> Bound:
 
 def with_arguments(local: LocalCall, **changes: Any) -> Localized:
     """The local call with other values for some arguments, named by the op's schema."""
-    names = [argument.name for argument in local.target._schema.arguments]
+    names = [argument.name for argument in schema_arguments(local.target)]
     args = list(local.args)
     kwargs = dict(local.kwargs)
     for name, value in changes.items():

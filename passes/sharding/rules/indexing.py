@@ -13,7 +13,6 @@ from msc.passes.sharding.rules.binding import (
     dim_of,
     dims_of,
     table_line,
-    with_arguments,
 )
 from msc.passes.sharding.rules.notation import line
 

@@ -36,9 +36,7 @@ def elementwise_loss(*targets: Any) -> Line:
 
 
 def _terms(bound: Bound, term: str, result: str = "...") -> str:
-    schema = bound.call.target._schema.arguments
-    tensors = [a for a in schema if str(a.type) in ("Tensor", "Optional[Tensor]")]
-    return ",".join([term] * len(tensors)) + "->" + result
+    return ",".join([term] * len(bound.tensor_arguments())) + "->" + result
 
 
 def scaled_loss(target: Any, scale: float, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -57,7 +55,7 @@ def _share_of_mean(bound: Bound) -> Any:
 
 
 def _cross_entropy(bound: Bound) -> Rule | None:
-    """Classes stay whole. A mean counts the labels that are not ignored: it is not a sum of shares."""
+    """Classes stay whole. A mean divides by a count that depends on data."""
     rank = len(bound.shape("self"))
     if rank != 2 or len(bound.shape("target")) != 1:
         return None

@@ -57,7 +57,7 @@ def from_notation(
     lengths: of letters that occur only inside products.
     """
     before, _, after = text.partition("->")
-    named = dict(zip(_tensor_arguments(bound), before.split(","), strict=True))
+    named = dict(zip(bound.tensor_arguments(), before.split(","), strict=True))
     terms = {name: _tokens(term) for name, term in named.items() if bound.has_tensor(name)}
     shapes = {name: bound.shape(name) for name in terms}
     known = _lengths([(terms[name], shapes[name]) for name in terms], dict(lengths or {}))
@@ -66,24 +66,19 @@ def from_notation(
         _dims(_tokens(term), tuple(tensor.shape), known)
         for term, tensor in zip(after.split(","), bound.results, strict=True)
     ]
+    any_dims = [name for name in known if len(name) > 1]  # those of `...`
     sums: dict[str, ReduceOp | tuple[ReduceOp, ...]] = {
-        letter: "sum" for letter in known if letter not in after and letter not in whole
+        letter: "sum" for letter in known if letter not in [*after, *whole, *any_dims]
     }
-    ellipsis_whole = [name for name in known if name.startswith("e_")] if "..." in whole else []
     return bound.rule(
         operands,
         results,
-        contracted={**{k: v for k, v in sums.items() if not k.startswith("e_")}, **(contracted or {})},
-        whole=[*whole.replace("...", ""), *ellipsis_whole],
+        contracted={**sums, **(contracted or {})},
+        whole=[*whole.replace("...", ""), *(any_dims if "..." in whole else [])],
         contiguous=contiguous,
         linear=parse_linear(linear),
         localize=localize,
     )
-
-
-def _tensor_arguments(bound: Bound) -> list[str]:
-    schema = bound.call.target._schema.arguments
-    return [a.name for a in schema if str(a.type) in ("Tensor", "Optional[Tensor]")]
 
 
 def _tokens(term: str) -> list[Token]:

@@ -8,7 +8,7 @@ import msc.ir.ops  # noqa: F401  registers them
 from msc.passes.sharding.rule import Dim, Dims, LocalCall, Localized, Rule
 from msc.passes.sharding.rules.attention import whole_within_groups
 from msc.passes.sharding.rules.binding import Bound, dims_of, table_line, with_arguments
-from msc.passes.sharding.rules.notation import from_notation, line
+from msc.passes.sharding.rules.notation import from_notation
 
 msc_ops = ops.msc
 
@@ -58,8 +58,8 @@ def _start_of_rows(local: LocalCall) -> Localized:
 def _attention(bound: Bound) -> Rule:
     return from_notation(
         bound,
-        "b(gr)sd,bgtd,bgtd,b(gr)st->b(gr)sd,b(gr)s",
-        whole="std" + whole_within_groups(bound.shape("k")[1]),
+        "b(gr)sd,bgtd,bgte,b(gr)st->b(gr)se,b(gr)s",
+        whole="stde" + whole_within_groups(bound.shape("k")[1]),
     )
 
 

@@ -19,9 +19,8 @@ def pointwise(*targets: Any, linear: str = "") -> Line:
 
 
 def _pointwise(bound: Bound, linear: str) -> Rule:
-    schema = bound.call.target._schema.arguments
-    tensors = [a for a in schema if str(a.type) in ("Tensor", "Optional[Tensor]")]
-    return from_notation(bound, ",".join(["..."] * len(tensors)) + "->...", linear=linear)
+    terms = ",".join(["..."] * len(bound.tensor_arguments()))
+    return from_notation(bound, f"{terms}->...", linear=linear)
 
 
 def linear_with_zero(*targets: Any, scalar: str, linear: str) -> Line:
@@ -58,7 +57,9 @@ POINTWISE = [
     pointwise(aten.addcdiv, linear="self tensor1"),
     pointwise(aten.lerp.Scalar, linear="self end"),
     pointwise(aten.lerp.Tensor, linear="self end"),
-    pointwise(aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh_copy, linear="self"),
+    pointwise(
+        aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh_copy, linear="self"
+    ),
     pointwise(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy, linear="self"),
     pointwise(aten.positive, aten.deg2rad, aten.rad2deg, linear="self"),
     pointwise(aten.where.self, linear="self other"),
@@ -77,7 +78,9 @@ POINTWISE = [
     pointwise(aten.relu, aten.relu6, aten.leaky_relu, aten.elu, aten.celu, aten.selu, aten.gelu),
     pointwise(aten.silu, aten.mish, aten.hardtanh, aten.hardswish, aten.hardsigmoid),
     pointwise(aten.threshold, aten.softshrink, aten.hardshrink),
-    pointwise(aten.abs, aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round, aten.trunc, aten.frac),
+    pointwise(
+        aten.abs, aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round, aten.trunc, aten.frac
+    ),
     pointwise(aten.clamp, aten.clamp.Tensor, aten.clamp_min, aten.clamp_max, aten.clip),
     pointwise(aten.clamp_min.Tensor, aten.clamp_max.Tensor),
     pointwise(aten.maximum, aten.minimum, aten.max.other, aten.min.other, aten.fmax, aten.fmin),

@@ -100,8 +100,12 @@ def _along(bound: Bound, whole: list[int], linear: bool) -> Rule:
     results = []
     for result in bound.results:
         lengths = dims_of(tuple(result.shape))
-        results.append(tuple(dims_of(tuple(result.shape), "r")[d] if d in whole else lengths[d]
-                             for d in range(len(dims))))
+        results.append(
+            tuple(
+                dims_of(tuple(result.shape), "r")[d] if d in whole else lengths[d]
+                for d in range(len(dims))
+            )
+        )
     names = [f"{prefix}{d}" for d in whole for prefix in "dr"]
     return bound.rule(
         {"self": tuple(dims)}, results, whole=names, linear=[["self"]] if linear else []

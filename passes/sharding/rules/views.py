@@ -145,12 +145,12 @@ def permutation(*targets: Any) -> Line:
     def build(bound: Bound) -> Rule:
         shape = bound.shape("self")
         probe = torch.empty([2 + d for d in range(len(shape))], device="meta")
-        order = [length - 2 for length in bound.call.target(probe, *bound.call.args[1:],
-                                                            **bound.call.kwargs).shape]
+        order = [
+            length - 2
+            for length in bound.call.target(probe, *bound.call.args[1:], **bound.call.kwargs).shape
+        ]
         dims = dims_of(shape)
-        return bound.rule(
-            {"self": tuple(dims)}, [tuple(dims[d] for d in order)], linear=[["self"]]
-        )
+        return bound.rule({"self": tuple(dims)}, [tuple(dims[d] for d in order)], linear=[["self"]])
 
     return table_line(build, targets)
 
