@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from msc.ir.ops.library import HALF_DTYPES, define
-from msc.ir.torch_private import FLASH_ATTENTION_CPU, FLASH_ATTENTION_CPU_BACKWARD
+
+# The public wrapper of this kernel does not return the logsumexp that the backward needs.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def attention(
@@ -41,7 +44,7 @@ def attention(
     """
     mask = _additive_mask(q, k, mask, window)
     if _has_flash_kernel(q, v):
-        out, lse = FLASH_ATTENTION_CPU(
+        out, lse = _flash(
             _unit_stride(q), _unit_stride(k), _unit_stride(v), 0.0, causal,
             attn_mask=mask, scale=scale,
         )  # fmt: skip
@@ -65,7 +68,7 @@ def attention_backward(
     """Gradients of q, k and v; the operands are those of `attention`, gy the gradient of out."""
     mask = _additive_mask(q, k, mask, window)
     if _has_flash_kernel(q, v):
-        grads = FLASH_ATTENTION_CPU_BACKWARD(
+        grads = _flash_backward(
             _unit_stride(gy), _unit_stride(q), _unit_stride(k), _unit_stride(v),
             _unit_stride(out), lse, 0.0, causal, attn_mask=mask, scale=scale,
         )  # fmt: skip
