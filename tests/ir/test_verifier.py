@@ -72,7 +72,9 @@ def wait(b: Builder, x: fx.Node) -> fx.Node:
 
 
 def find(gm: fx.GraphModule, name: str) -> fx.Node:
-    return next(node for node in gm.graph.nodes if node.name == name)
+    (found,) = (node for node in gm.graph.nodes if node.name == name)
+    assert isinstance(found, fx.Node)
+    return found
 
 
 def test_a_sound_graph_passes() -> None:
