@@ -25,15 +25,10 @@ from msc.capture.source import source_of
 from msc.ir.errors import CaptureError
 from msc.ir.torch_private import FakeTensorMode, OpOverload, argument_names
 from msc.ir.values import where
+from msc.passes.normalize.input_free import ARGS_AT_BATCH_TWO
 
 SET_GRAD = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
-ARGS_AT_BATCH_TWO = "args_at_batch_two"
-"""Node metadata: (args, kwargs) of a call whose sizes depend on the batch, at batch size 2.
-
-Masks are recognized at this size; `passes.normalize` removes the key.
-"""
-
 _DEVICE_ARGUMENTS = ("device", "pin_memory", "layout")
 _PREFIX = "model."
 
@@ -67,13 +62,15 @@ class Builder:
         for name, kind, tensor in placeholders.values:
             node = self.graph.placeholder(fx_name(name))
             node.meta.update(kind=kind, name=name, val=self.sizes.fake(self.mode, tensor))
-            nodes[name] = node
+            nodes[f"{kind}:{name}"] = node
         for exported_name, scalar in placeholders.scalars.items():
             nodes[exported_name] = self._scalar(scalar)
         exported = program.graph_module
         for node in exported.graph.nodes:
             if node.op == "placeholder":
-                self.env[node] = nodes[placeholders.sources.get(node.name, node.name)]
+                self.env[node] = nodes.get(
+                    placeholders.sources.get(node.name, node.name)
+                )  # None: unread
             elif node.op == "output":
                 (loss,) = self._map(node.args[0])
                 self.graph.output((loss,))

@@ -21,6 +21,8 @@ from msc.capture.sizes import Sizes, symbol_of
 from msc.ir.errors import CaptureError
 from msc.ir.torch_private import FakeTensorMode, is_persistent
 from msc.passes.normalize.dead_code import remove_dead_code
+from msc.passes.normalize.drop_asserts import drop_asserts
+from msc.passes.normalize.functionalize import functionalize
 
 _PREFIX = "model."
 
@@ -138,11 +140,12 @@ def _placeholders(
         node = exported[entry.arg.name]
         target = entry.target or ""
         name = target.removeprefix(_PREFIX)
+        kind = "buffer"
         if entry.kind is InputKind.PARAMETER:
-            name = names[name][0]
+            kind, name = "parameter", names[name][0]
             parameters[name] = node.meta["val"]
         elif entry.kind is InputKind.USER_INPUT:
-            name = next(inputs).name
+            kind, name = "input", next(inputs).name
             tensors[name] = node.meta["val"]
         elif entry.kind is InputKind.BUFFER and target.startswith(_PREFIX):
             if node.users:
@@ -159,7 +162,7 @@ def _placeholders(
                 f"The model reads '{name}', a {entry.kind.name.lower()}. A captured program holds "
                 "tensors only."
             )
-        placeholders.sources[node.name] = name
+        placeholders.sources[node.name] = f"{kind}:{name}"
     for kind, group in (("parameter", parameters), ("buffer", buffers), ("input", tensors)):
         placeholders.values.extend((name, kind, value) for name, value in group.items())
     return placeholders, constants
@@ -197,6 +200,7 @@ def _parameters(
             name = node.meta["name"]
             value = node.meta["val"]
             trains = model.get_parameter(name).requires_grad
+            node.meta["requires_grad"] = trains
             result[name] = ParameterInfo(
                 name, tuple(value.shape), value.dtype, trains, names[name][1:]
             )
@@ -220,6 +224,9 @@ def _buffers(
 
 def _finish(captured: Captured) -> None:
     """Remove dead nodes, and note what the user should know."""
+    remove_dead_code(captured.graph)
+    drop_asserts(captured.graph)
+    functionalize(captured.graph)
     remove_dead_code(captured.graph)
     captured.graph.recompile()
     without_values = [name for name in captured.buffers if captured.read_buffer(name) is None]

@@ -173,3 +173,11 @@ class Argument:
 def schema_arguments(op: OpOverload) -> tuple[Argument, ...]:
     """The arguments of an op, in order. An op's schema has no public name."""
     return tuple(Argument(a.name, str(a.type), a.default_value) for a in op._schema.arguments)
+
+
+def may_alias(op: OpOverload) -> bool:
+    """Whether a result of an op may share the memory of an operand that it does not write to."""
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in op._schema.returns
+    )

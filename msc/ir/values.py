@@ -9,6 +9,7 @@
     kind            of a placeholder: "parameter", "buffer", "input", "coordinate", "rng", "value",
                     "saved", "gradient", "optimizer", "step"
     name            of a placeholder: the parameter's, buffer's or input's name as the user knows it
+    requires_grad   of a parameter: whether it trains
     marks           {name: value} that a pass left for a later one, such as {"recompute": True}; they
                     are part of the printed text, so setting one counts as a change
 """
