@@ -172,9 +172,10 @@ def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _dropout_backward(ctx: Any, gy: Tensor) -> tuple[Any, ...]:
     key, *coordinates = ctx.saved_tensors
     gx = DROPOUT(gy, ctx.p, key, coordinates, ctx.shape)
-    # torch takes a list for one argument each only if every entry is a tensor.
+    # torch wants a list of gradients for a list of nothing but tensors, even for an empty list.
     listed = all(coordinate is not None for coordinate in coordinates)
-    return gx, None, None, [None] * len(coordinates) if listed else None, None
+    no_grads = [None] * len(coordinates) if listed else None
+    return gx, None, None, no_grads, None if ctx.shape else []
 
 
 RNG_KEY = define("rng_key(Tensor rng, int instance) -> Tensor", rng_key, _rng_key_fake)
