@@ -1,0 +1,8 @@
+"""Random calls of every op in the rule table: `SAMPLERS[op](Draw(data), op)` is a `Call`."""
+
+from __future__ import annotations
+
+from msc.testing.samples import dims, layers, pointwise
+from msc.testing.samples.draw import SAMPLERS, Draw
+
+__all__ = ["SAMPLERS", "Draw", "dims", "layers", "pointwise"]

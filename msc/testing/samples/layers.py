@@ -1,0 +1,214 @@
+"""Sample calls of what layers are made of: products, attention, norms, losses, MSC's own ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import ops
+
+import msc.ir.ops  # noqa: F401  registers msc::
+from msc.ir.torch_private import OpOverload
+from msc.testing.samples.draw import Draw, samples
+
+aten = ops.aten
+msc_ops = ops.msc
+
+
+@samples(aten.mm)
+def _mm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    m, k, n = draw.length(), draw.length(), draw.length()
+    return draw.normal([m, k]), draw.normal([k, n])
+
+
+@samples(aten.bmm)
+def _bmm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    b, m, k, n = draw.length(), draw.length(), draw.length(), draw.length()
+    return draw.normal([b, m, k]), draw.normal([b, k, n])
+
+
+@samples(aten.mv)
+def _mv(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    m, k = draw.length(), draw.length()
+    return draw.normal([m, k]), draw.normal([k])
+
+
+@samples(aten.dot)
+def _dot(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    k = draw.length()
+    return draw.normal([k]), draw.normal([k])
+
+
+@samples(aten.outer)
+def _outer(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    return draw.normal([draw.length()]), draw.normal([draw.length()])
+
+
+@samples(aten.addmm)
+def _addmm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    m, k, n = draw.length(), draw.length(), draw.length()
+    bias = draw.pick([[n], [m, n], [1, n], [m, 1]])
+    scale = draw.pick([{}, {"alpha": 2, "beta": 0.5}])
+    return draw.normal(bias), draw.normal([m, k]), draw.normal([k, n]), scale
+
+
+@samples(aten.baddbmm)
+def _baddbmm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    b, m, k, n = draw.length(), draw.length(), draw.length(), draw.length()
+    bias = draw.broadcast([b, m, n])
+    return draw.normal(bias), draw.normal([b, m, k]), draw.normal([b, k, n])
+
+
+@samples(aten.matmul)
+def _matmul(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    k = draw.length()
+    batch = draw.shape(0, 2)
+    left = draw.pick([[k], [draw.length(), k], [*draw.broadcast(batch), draw.length(), k]])
+    right = draw.pick([[k], [k, draw.length()], [*batch, k, draw.length()]])
+    return draw.normal(left), draw.normal(right)
+
+
+@samples(aten.linear)
+def _linear(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    k, n = draw.length(), draw.length()
+    x = draw.normal([*draw.shape(0, 2), k])
+    bias = draw.pick([(), (draw.normal([n]),), (None,)])
+    return x, draw.normal([n, k]), *bias
+
+
+EQUATIONS = ("ij,jk->ik", "i,j->ij", "bshd,hde->bse", "bhqd,bhkd->bhqk", "ij->ji", "ij->", "ij,jk")
+
+
+@samples(aten.einsum)
+def _einsum(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    equation = draw.pick(EQUATIONS)
+    terms = equation.split("->")[0].split(",")
+    lengths = {letter: draw.length() for letter in sorted(set("".join(terms)))}
+    return equation, [draw.normal([lengths[letter] for letter in term]) for term in terms]
+
+
+@samples(aten.scaled_dot_product_attention)
+def _sdpa(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    b, r, g = draw.pick([1, 2, 6]), draw.pick([1, 2, 3]), draw.pick([1, 2, 3])
+    s, t, d = draw.pick([1, 2, 4, 6]), draw.pick([2, 3, 6]), draw.pick([1, 4])
+    options: dict[str, Any] = {"enable_gqa": True} if r > 1 else {}
+    if draw.flag():
+        options["is_causal"] = True
+    elif draw.flag():
+        mask = draw.broadcast([b, g * r, s, t])
+        mask[-1:] = [t]
+        options["attn_mask"] = draw.normal(mask if len(mask) > 1 else [s, t])
+    key, value = draw.normal([b, g, t, d]), draw.normal([b, g, t, draw.pick([d, 2, 6])])
+    return draw.normal([b, g * r, s, d]), key, value, options
+
+
+@samples(msc_ops.attention, constant=(3,))
+def _attention(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    b, r, g = draw.pick([1, 2, 6]), draw.pick([1, 2, 3]), draw.pick([1, 2, 3, 6])
+    s, d = draw.pick([2, 4, 6]), draw.pick([1, 4])
+    q = draw.normal([b, g * r, s, d])
+    k, v = draw.normal([b, g, s, d]), draw.normal([b, g, s, d])
+    causal = draw.flag()
+    window = draw.pick([0, 2]) if causal else 0
+    mask = None
+    if not causal and draw.flag():
+        shape = draw.broadcast([b, g * r, s, s])
+        mask = draw.normal(shape) if draw.flag() else draw.truths(shape)
+    return q, k, v, mask, 0.5, causal, window
+
+
+@samples(msc_ops.linear)
+def _msc_linear(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    k, n = draw.length(), draw.length()
+    transposed = draw.flag()
+    weight = draw.normal([k, n] if transposed else [n, k])
+    bias = draw.normal([n]) if draw.flag() else None
+    return draw.normal([*draw.shape(0, 2), k]), weight, bias, transposed
+
+
+@samples(msc_ops.embedding)
+def _msc_embedding(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    rows, width = draw.length(), draw.length()
+    ids, w = draw.integers(draw.shape(0, 3), rows), draw.normal([rows, width])
+    return (ids, w) if draw.flag() else (ids, w, None, draw.count(0, rows - 1))
+
+
+@samples(msc_ops.nll_terms)
+def _nll_terms(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    rows, v = draw.shape(0, 2), draw.length()
+    target = draw.integers(rows, v)
+    ignored = draw.truths(rows) & draw.truths(rows)
+    return draw.normal([*rows, v]), target.masked_fill(ignored, -100)
+
+
+@samples(msc_ops.dropout)
+def _msc_dropout(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    whole = draw.shape()
+    key = torch.tensor(draw.count(0, 10**9))
+    part = list(whole)
+    coordinates: list[torch.Tensor | None] = [None] * len(whole)
+    if whole and draw.count(0, 3) == 0:  # a part of a larger tensor already
+        dim = draw.count(0, len(whole) - 1)
+        coordinates[dim] = torch.arange(0, whole[dim], 2)
+        part[dim] = len(range(0, whole[dim], 2))
+    return draw.normal(part), draw.pick([0.0, 0.3]), key, coordinates, whole
+
+
+@samples(msc_ops.rng_key)
+def _rng_key(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    return draw.integers([2], 1000), draw.count(0, 9)
+
+
+@samples(aten.layer_norm)
+def _layer_norm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1, 4)
+    normalized = shape[-draw.count(1, min(2, len(shape))) :]
+    affine = draw.pick(
+        [(), (draw.unit(normalized), draw.normal(normalized)), (draw.unit(normalized),)]
+    )
+    return draw.normal(shape), normalized, *affine
+
+
+@samples(aten.native_layer_norm)
+def _native_layer_norm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1, 4)
+    normalized = shape[-1:]
+    affine = draw.pick([(None, None), (draw.unit(normalized), draw.normal(normalized))])
+    return draw.normal(shape), normalized, *affine, 1e-5
+
+
+@samples(aten.rms_norm)
+def _rms_norm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1, 4)
+    normalized = shape[-1:]
+    weight = draw.pick([None, draw.unit(normalized)])
+    return draw.normal(shape), normalized, weight, 1e-5
+
+
+@samples(aten.group_norm)
+def _group_norm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    groups, channels = draw.pick([1, 2, 3, 6]), draw.pick([1, 2, 4])
+    shape = [draw.length(), groups * channels, 4, *draw.shape(0, 1)]
+    affine = [draw.unit(shape[1:2]), draw.normal(shape[1:2])] if draw.flag() else []
+    return draw.normal(shape), groups, *affine
+
+
+@samples(aten.mse_loss, aten.l1_loss, aten.smooth_l1_loss, aten.huber_loss)
+def _loss(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape()
+    return draw.normal(shape), draw.normal(shape), draw.pick([0, 1, 2])
+
+
+@samples(aten.binary_cross_entropy, constant=(2,))
+def _binary_cross_entropy(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape()
+    weight = draw.unit(shape) if draw.flag() else None
+    return draw.unit(shape), draw.truths(shape).double(), weight, draw.pick([0, 1, 2])
+
+
+@samples(aten.cross_entropy_loss, aten.nll_loss_nd, constant=(2,))
+def _cross_entropy(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    rows, classes = draw.length(), draw.length()
+    weight = draw.unit([classes]) if draw.flag() else None
+    reduction = draw.pick([0, 1, 2])
+    return draw.normal([rows, classes]), draw.integers([rows], classes), weight, reduction

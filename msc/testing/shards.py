@@ -1,0 +1,317 @@
+"""Check a sharding rule by running a call on shards, in eager mode, and putting it together again.
+
+Everything that a strategy promises is compared with the whole call: local shapes, results, and
+the gradients of all operands, where each result's cotangent has the placement that its state says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from msc.ir.placement import Partial, Segments, Shard, State, shard_of, unshard
+from msc.passes.sharding.rule import Call, LocalCall, Rule, Strategy, factors, strategies
+
+TOLERANCE = 1e-12
+"""Float64 rounding of sums in another order, for the small shapes of the samples."""
+
+
+class RuleError(AssertionError):
+    """What a strategy promises differs from what the shards give."""
+
+
+def call_of(target: Any, *args: Any, **kwargs: Any) -> Call:
+    """The call of an op on real tensors."""
+    with torch.no_grad():
+        results = _tuple(target(*args, **kwargs))
+    return Call(target, args, kwargs, tuple(_tensors((args, kwargs))), results)
+
+
+@dataclass
+class EagerLocalCall(LocalCall):
+    """One rank's call, on real tensors."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operand_shapes: tuple[tuple[int, ...], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    call: Call
+    rule: Rule
+    strategy: Strategy
+    size: int
+    rank: int
+
+    def start(self, factor: str) -> torch.Tensor | None:
+        if factor != self.strategy.factor:
+            return None
+        assert self.strategy.segments == 1, "only an interval has a start"
+        return torch.tensor(factors(self.rule)[factor] // self.size * self.rank)
+
+    def coordinates(self, result: int, dim: int) -> torch.Tensor | None:
+        placement = self.strategy.results[result].value
+        if not isinstance(placement, Shard) or placement.dim != dim:
+            return None
+        whole = torch.arange(self.call.results[result].shape[dim])
+        return shard_of(whole, Shard(0, placement.segments), self.size, self.rank)
+
+
+@dataclass
+class _Rank:
+    """A rank's operands and results, and the gradients of its operands."""
+
+    operands: list[torch.Tensor]
+    results: tuple[torch.Tensor, ...]
+    gradients: list[torch.Tensor] = field(default_factory=list)
+
+
+def check_rule(
+    call: Call,
+    rule: Rule,
+    size: int,
+    *,
+    candidates: Sequence[tuple[str, Segments]] = (),
+    constant: Sequence[int] = (),
+    seed: int = 0,
+) -> list[Strategy]:
+    """Check every strategy of a rule over an axis of `size`; raise `RuleError` at the first fault.
+
+    candidates: factors with segments, as in `strategies`.
+    constant: places of operands that take no gradient.
+    Returns the strategies that were checked.
+    """
+    found = strategies(rule, len(call.operands), len(call.results), size, candidates)
+    for strategy in found:
+        try:
+            _check_strategy(call, rule, strategy, size, constant, seed)
+        except RuleError as error:
+            raise RuleError(
+                f"{call.target} on {[tuple(t.shape) for t in call.operands]}, {size} ranks, "
+                f"{strategy}: {error}"
+            ) from error
+    return found
+
+
+def _check_strategy(
+    call: Call,
+    rule: Rule,
+    strategy: Strategy,
+    size: int,
+    constant: Sequence[int],
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [
+        [_leaf(part, index in constant) for part in _place(tensor, state, size, generator)]
+        for index, (tensor, state) in enumerate(zip(call.operands, strategy.operands, strict=True))
+    ]
+    ranks = [
+        _run(call, rule, strategy, size, rank, [part[rank] for part in parts])
+        for rank in range(size)
+    ]
+    for index, (whole, state) in enumerate(zip(call.results, strategy.results, strict=True)):
+        _compare(
+            f"result {index}", _combine([r.results[index] for r in ranks], state, False), whole
+        )
+    maxima = any(state.value == Partial("max") for state in strategy.results)
+    if not maxima:  # all_reduce of a maximum has no gradient
+        _check_gradients(call, strategy, ranks, constant, generator)
+
+
+def _place(
+    tensor: torch.Tensor, state: State, size: int, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """Each rank's part of an operand."""
+    if isinstance(state.value, Shard):
+        return [shard_of(tensor, state.value, size, rank) for rank in range(size)]
+    if isinstance(state.value, Partial):
+        return summands(tensor, size, generator)
+    return [tensor] * size
+
+
+def _leaf(tensor: torch.Tensor, constant: bool) -> torch.Tensor:
+    """A contiguous copy that takes a gradient, if it can."""
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return copy.requires_grad_(copy.is_floating_point() and not constant)
+
+
+def summands(tensor: torch.Tensor, size: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Random tensors whose sum is `tensor`."""
+    parts = [
+        torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator) for _ in range(size - 1)
+    ]
+    return [*parts, tensor - sum(parts)]
+
+
+def _run(
+    call: Call, rule: Rule, strategy: Strategy, size: int, rank: int, operands: list[torch.Tensor]
+) -> _Rank:
+    left = iter(operands)
+    args, kwargs = _replace((call.args, dict(call.kwargs)), lambda _: next(left))
+    local = EagerLocalCall(
+        target=call.target,
+        args=args,
+        kwargs=kwargs,
+        operand_shapes=tuple(tuple(operand.shape) for operand in operands),
+        result_shapes=tuple(
+            _local_shape(tuple(whole.shape), state, size)
+            for whole, state in zip(call.results, strategy.results, strict=True)
+        ),
+        call=call,
+        rule=rule,
+        strategy=strategy,
+        size=size,
+        rank=rank,
+    )
+    target, args, kwargs = (
+        (local.target, local.args, local.kwargs) if rule.localize is None else rule.localize(local)
+    )
+    results = _tuple(target(*args, **kwargs))
+    shapes = tuple(tuple(result.shape) for result in results)
+    if shapes != local.result_shapes:
+        raise RuleError(f"local shapes {shapes}, expected {local.result_shapes}")
+    return _Rank(operands, results)
+
+
+def _local_shape(shape: tuple[int, ...], state: State, size: int) -> tuple[int, ...]:
+    if not isinstance(state.value, Shard):
+        return shape
+    dim = state.value.dim
+    return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+
+
+def _check_gradients(
+    call: Call,
+    strategy: Strategy,
+    ranks: list[_Rank],
+    constant: Sequence[int],
+    generator: torch.Generator,
+) -> None:
+    wholes = [_leaf(tensor, index in constant) for index, tensor in enumerate(call.operands)]
+    left = iter(wholes)
+    args, kwargs = _replace((call.args, dict(call.kwargs)), lambda _: next(left))
+    results = _tuple(call.target(*args, **kwargs))
+    used = [index for index, result in enumerate(results) if result.requires_grad]
+    if not used:
+        return
+    cotangents = {
+        index: torch.randn(results[index].shape, dtype=results[index].dtype, generator=generator)
+        for index in used
+    }
+    expected = _gradients(results, wholes, cotangents)
+    placed = {
+        index: _place_cotangent(index, cotangents[index], strategy, ranks, call, generator)
+        for index in used
+    }
+    for rank, here in enumerate(ranks):
+        own = {index: placed[index][rank] for index in used}
+        here.gradients = _gradients(here.results, here.operands, own)
+    for index, state in enumerate(strategy.operands):
+        if not wholes[index].requires_grad:
+            continue
+        found = [rank.gradients[index] for rank in ranks]
+        _compare(f"gradient of operand {index}", _combine(found, state, True), expected[index])
+
+
+def _gradients(
+    results: Sequence[torch.Tensor],
+    operands: Sequence[torch.Tensor],
+    cotangents: dict[int, torch.Tensor],
+) -> list[torch.Tensor]:
+    """The gradient of each operand; zeros where none flows."""
+    outputs = [(results[i], g) for i, g in cotangents.items() if results[i].requires_grad]
+    inputs = [operand for operand in operands if operand.requires_grad]
+    if not outputs or not inputs:
+        return [torch.zeros_like(operand) for operand in operands]
+    found = iter(
+        torch.autograd.grad(
+            [result for result, _ in outputs],
+            inputs,
+            [cotangent for _, cotangent in outputs],
+            materialize_grads=True,
+            allow_unused=True,
+        )
+    )
+    return [next(found) if x.requires_grad else torch.zeros_like(x) for x in operands]
+
+
+def _place_cotangent(
+    index: int,
+    cotangent: torch.Tensor,
+    strategy: Strategy,
+    ranks: list[_Rank],
+    call: Call,
+    generator: torch.Generator,
+) -> list[torch.Tensor]:
+    """Each rank's part of a result's cotangent, placed as the result's state says."""
+    state = strategy.results[index]
+    size = len(ranks)
+    if isinstance(state.grad, Shard):
+        return [shard_of(cotangent, state.grad, size, rank) for rank in range(size)]
+    if isinstance(state.grad, Partial):
+        return summands(cotangent, size, generator)
+    if state.value == Partial("logsumexp"):  # what all_reduce passes on
+        whole = call.results[index]
+        return [cotangent * (rank.results[index].detach() - whole).exp() for rank in ranks]
+    return [cotangent] * size
+
+
+def _combine(parts: Sequence[torch.Tensor], state: State, gradient: bool) -> torch.Tensor:
+    """The whole of a value or gradient from what the ranks hold."""
+    placement = state.grad if gradient else state.value
+    found = [part.detach() for part in parts]
+    if isinstance(placement, Shard):
+        return unshard(found, placement)
+    if isinstance(placement, Partial):
+        if placement.op == "sum":
+            return sum(found[1:], start=found[0])
+        stacked = torch.stack(found)
+        return stacked.amax(0) if placement.op == "max" else stacked.logsumexp(0)
+    for rank, other in enumerate(found[1:], 1):
+        _compare(f"rank {rank}, replicated", other, found[0])
+    return found[0]
+
+
+def _compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise RuleError(
+            f"{what} is {found.dtype} {tuple(found.shape)}, "
+            f"expected {expected.dtype} {tuple(expected.shape)}"
+        )
+    if expected.is_floating_point():
+        finite = expected[expected.isfinite()].abs()
+        scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+        close = torch.isclose(found, expected, rtol=0, atol=TOLERANCE * scale, equal_nan=True)
+    else:
+        close = found == expected
+    if not bool(close.all()):
+        wrong = int((~close).sum())
+        raise RuleError(f"{what} differs from the whole in {wrong} of {close.numel()} elements")
+
+
+def _tuple(value: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _replace(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with its tensors replaced, in the order of `_tensors`."""
+    if isinstance(value, torch.Tensor):
+        return replace(value)
+    if isinstance(value, dict):
+        return {key: _replace(item, replace) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replace(item, replace) for item in value)
+    return value

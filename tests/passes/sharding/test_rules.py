@@ -1,0 +1,78 @@
+"""Every rule of the table, on random calls and shards, against the whole call."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from msc.ir.placement import Segments
+from msc.passes.sharding.rule import Rule, factors
+from msc.passes.sharding.rules import TABLE, rule_for
+from msc.testing.samples import SAMPLERS, Draw
+from msc.testing.shards import check_rule
+
+aten = torch.ops.aten
+msc_ops = torch.ops.msc
+
+OPS = [op for line in TABLE for op in line.ops]
+EXAMPLES = int(os.environ.get("MSC_RULE_EXAMPLES", "10"))
+"""Calls of each op; thousands for a long run."""
+
+NEVER_SHARDED: list[Any] = []
+
+
+def test_every_op_stands_in_one_line_and_has_samples() -> None:
+    assert len(set(OPS)) == len(OPS)
+    assert {str(op) for op in OPS} == {str(op) for op in SAMPLERS}
+
+
+def refined(draw: Draw, rule: Rule) -> list[tuple[str, Segments]]:
+    """Random segments of the rule's factors: equal runs, and two unequal ones."""
+    found: list[tuple[str, Segments]] = []
+    for name, length in factors(rule).items():
+        if length > 1:
+            cut = draw.count(1, length - 1)
+            found += [(name, draw.pick([2, 3])), (name, (cut, length - cut))]
+    return found
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_shards_put_together_are_the_whole(op: Any) -> None:
+    with_rule = sharded = 0
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize="MSC_RULE_EXAMPLES" not in os.environ,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        nonlocal with_rule, sharded
+        draw = Draw(data)
+        call = SAMPLERS[op].call(draw, op)
+        rule = rule_for(call)
+        if rule is not None:
+            with_rule += 1
+            candidates = refined(draw, rule)
+            for size in (2, 3):
+                found = check_rule(
+                    call,
+                    rule,
+                    size,
+                    candidates=candidates,
+                    constant=SAMPLERS[op].constant,
+                    seed=draw.count(0, 99),
+                )
+                sharded += sum(strategy.factor is not None for strategy in found)
+
+    check()
+    assert with_rule > EXAMPLES // 3, "most samples have no rule"
+    assert (sharded == 0) == (op in NEVER_SHARDED)
