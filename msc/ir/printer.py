@@ -13,7 +13,6 @@ Nothing here depends on memory addresses, paths, times or hash order.
 
 from __future__ import annotations
 
-import enum
 import operator
 import re
 from collections.abc import Mapping
@@ -110,8 +109,6 @@ def _format_literal(value: Any) -> str:
         return str(value)
     if isinstance(value, torch.Tensor):
         return f"tensor {describe(value)}"
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__name__}.{value.name}"
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return format_target(value)
     text = repr(value)

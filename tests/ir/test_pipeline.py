@@ -220,6 +220,24 @@ def test_a_unit_pass_replaces_graphs_and_its_check_spans_them() -> None:
     assert [record.nodes_after for record in unit.log] == [6, 7]
 
 
+def test_what_was_ensured_concerns_the_graphs_of_that_pass() -> None:
+    unit = Unit({"forward": chain(aten.neg.default), "block.1": chain(aten.neg.default)})
+    Pipeline([DropNeg(), Lengthen()]).run(unit)
+    assert len(calls(unit.graphs["block.1"], aten.neg.default)) == 2
+
+
+@dataclass(frozen=True)
+class NeedsOneSize(Replace):
+    name: ClassVar[str] = "needs-one-size"
+    requires = (one_size,)
+
+
+def test_a_check_of_the_unit_can_be_required() -> None:
+    assert Pipeline([Split(), NeedsOneSize()]).names == ("split", "needs-one-size")
+    with pytest.raises(UserError, match="requires one_size, which no pass before it ensures"):
+        Pipeline([NeedsOneSize(), Split()])
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -274,6 +292,33 @@ def test_ops_that_write_may_come_in_but_not_come_back() -> None:
     assert message.startswith("functional fails after pass 1 of 1, bring-back, in graph 'forward':")
     message = fails(forward(aten.neg_.default), remove, bring)
     assert message.startswith("functional fails after pass 2 of 2, bring-back, in graph 'forward':")
+
+
+@dataclass(frozen=True)
+class Put(UnitPass):
+    """Removes the forward graph, or puts one there."""
+
+    numerics: ClassVar[str] = "changes, on purpose"
+    targets: tuple[Any, ...] = ()
+
+    def run(self, unit: Unit) -> int:
+        unit.graphs.pop("forward", None)
+        if self.targets:
+            unit.graphs["forward"] = chain(*self.targets)
+        return 1
+
+
+class Remove(Put):
+    name: ClassVar[str] = "remove"
+
+
+class Add(Put):
+    name: ClassVar[str] = "add"
+
+
+def test_a_new_graph_must_be_functional_whatever_stood_there_before() -> None:
+    message = fails(forward(aten.neg_.default), Remove(), Add((aten.neg_.default,)))
+    assert message.startswith("functional fails after pass 2 of 2, add, in graph 'forward':")
 
 
 @dataclass(frozen=True)
