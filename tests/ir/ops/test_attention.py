@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,10 +130,13 @@ def test_narrow_types_keep_their_precision(
     out, lse = _msc.attention(q, k, v, mask, 0.3, True)
     wide = [value.detach().double().requires_grad_() for value in (q, k, v)]
     wide_mask = mask.double() if mask is not None and mask.dtype != torch.bool else mask
-    expected, expected_lse = formula(*wide, wide_mask, 0.3, visible(5, 7, True, 0))
+    expected, expected_lse = formula(
+        wide[0], wide[1], wide[2], wide_mask, 0.3, visible(5, 7, True, 0)
+    )
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     # One rounding of the result and of the probabilities each.
-    close = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
+    tolerance = 2e-5 if dtype == torch.float32 else 0.03
+    close: dict[str, Any] = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(out.double(), expected, **close)
     torch.testing.assert_close(lse.double(), expected_lse.detach(), rtol=1e-5, atol=1e-5)
     grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -27,7 +29,7 @@ def test_equals_torch(
     expected = functional.linear(x, w.t() if transposed else w, b)
     gy = torch.randn_like(y)
     # Both multiply the same numbers; the order of additions may differ.
-    close = {"rtol": 1e-13, "atol": 1e-13} if dtype == torch.float64 else {}
+    close: dict[str, Any] = {"rtol": 1e-13, "atol": 1e-13} if dtype == torch.float64 else {}
     torch.testing.assert_close(y, expected, **close)
     torch.testing.assert_close(
         torch.autograd.grad(y, variables, gy),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ def test_equals_cross_entropy(block_elements: int, dtype: torch.dtype) -> None:
     expected = functional.cross_entropy(wide.view(-1, 7), target.view(-1), reduction="none")
     found = cross_entropy(logits, target).view(-1)
     assert found.dtype == wide.dtype
-    close = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
+    close: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
     torch.testing.assert_close(found, expected, **close)
     weight = torch.randn(6, dtype=wide.dtype)
     (grad,) = torch.autograd.grad(found, logits, weight)
