@@ -37,7 +37,7 @@ _PREFIX = "model."
 class Placeholders:
     """The placeholders to make: (name, kind, tensor); `sources` maps exported names to them.
 
-    `scalars` are constants of one number, by exported name; they become `aten.full`.
+    `scalars` are constants of at most one number, by exported name; they become `aten.full`.
     """
 
     values: list[tuple[str, str, torch.Tensor]]
@@ -82,7 +82,7 @@ class Builder:
 
     def _scalar(self, scalar: torch.Tensor) -> fx.Node:
         dtype = torch.float64 if self.lift_float32 and scalar.is_floating_point() else scalar.dtype
-        arguments = (list(scalar.shape), scalar.item())
+        arguments = (list(scalar.shape), scalar.item() if scalar.numel() else 0)
         node = self.graph.call_function(torch.ops.aten.full.default, arguments, {"dtype": dtype})
         node.meta = {
             "phase": "forward",

@@ -152,7 +152,7 @@ def _placeholders(
                 buffers[name] = node.meta["val"]
         elif entry.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             constant = _constant(program, target)
-            if constant.numel() == 1 and has_values(constant):
+            if constant.numel() <= 1 and has_values(constant):
                 placeholders.scalars[node.name] = constant
                 continue
             if node.users:

@@ -48,7 +48,10 @@ def is_user_file(path: str) -> bool:
 
 
 def short_path(path: str) -> str:
-    """A path relative to the working directory, or the file's name where it lies elsewhere."""
+    """A path relative to site-packages or the working directory, or else the file's name."""
+    _, installed, inside = path.rpartition(os.sep + "site-packages" + os.sep)
+    if installed:
+        return inside
     here = os.getcwd() + os.sep
     return path[len(here) :] if path.startswith(here) else os.path.basename(path)
 

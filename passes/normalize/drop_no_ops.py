@@ -60,7 +60,7 @@ def drop_no_ops(gm: fx.GraphModule) -> int:
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or not node.args:
             continue
-        source = node.args[0]
+        source = _only_part(node) if node.target is aten.cat.default else node.args[0]
         if not isinstance(source, fx.Node):
             continue
         if node.target in _CONVERSIONS:
@@ -84,8 +84,17 @@ def _convert(gm: fx.GraphModule, node: fx.Node, source: fx.Node) -> int:
     return 1
 
 
+def _only_part(node: fx.Node) -> fx.Node | None:
+    """The one operand of a `cat` that has elements, such as a key appended to an empty cache."""
+    parts: Any = node.args[0]
+    filled = [part for part in parts if part.meta["val"].numel()]
+    same = len(filled) == 1 and shape_of(filled[0]) == shape_of(node)
+    same = same and filled[0].meta["val"].dtype == node.meta["val"].dtype
+    return filled[0] if same else None
+
+
 def _changes_nothing(node: fx.Node, source: fx.Node, grads: set[fx.Node]) -> bool:
-    if node.target in _COPIES:
+    if node.target in _COPIES or node.target is aten.cat.default:
         return True
     if node.target in _RESHAPES:
         # A slice of all of a dim, or a view with the shape it had.
