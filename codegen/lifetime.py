@@ -19,7 +19,10 @@ def unpacked(module: fx.GraphModule) -> dict[fx.Node, list[fx.Node | None]]:
     last is read.
     """
     found: dict[fx.Node, list[fx.Node | None]] = {}
+    folded: set[fx.Node] = set()
     for node in module.graph.nodes:
+        if node in folded:
+            continue  # an item that is a tuple itself: it has its name, and its items use getitem
         if node.op not in ("call_function", "call_module", "call_method") or not node.users:
             continue
         count = _tuple_length(module, node)
@@ -32,6 +35,7 @@ def unpacked(module: fx.GraphModule) -> dict[fx.Node, list[fx.Node | None]]:
             readers[user.args[1]] = user
         else:
             found[node] = readers
+            folded.update(reader for reader in readers if reader is not None)
     return found
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from msc.ir.structure import Instance, Source, Structure, placeholders
-from msc.ir.values import CARRIED, operand_nodes, tensors_of
+from msc.ir.structure import Instance, Source, Structure
+from msc.ir.values import operand_nodes, tensors_of
 
 _LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
 _DETACHING = {torch.ops.aten.detach.default}
@@ -106,7 +106,6 @@ class _Cutter:
         self.gm = gm
         self.prelude_nodes = prelude
         self.segment_of = segment_of
-        self.order = {node: position for position, node in enumerate(gm.graph.nodes)}
         (loss,) = gm.graph.output_node().args[0]  # type: ignore[misc]
         self.loss: fx.Node = loss  # type: ignore[assignment]
         self.instance_of: dict[int, int] = {}
@@ -141,7 +140,8 @@ class _Cutter:
             for operand in node.all_input_nodes:
                 if operand not in inside:
                     externals[operand] = None
-        inputs = sorted(externals, key=self._input_order)
+        # in order of first use, the same in equal layers wherever the values come from
+        inputs = sorted(externals, key=self._kind_order)
         outputs = [
             node
             for node in nodes
@@ -151,13 +151,10 @@ class _Cutter:
             self.output_index[node] = index
         return copy_subgraph(inputs, nodes, outputs, self._placeholder_meta), inputs
 
-    def _input_order(self, node: fx.Node) -> tuple[int, int]:
-        kinds = {"parameter": 0, "buffer": 1}
-        kind = kinds.get(node.meta["kind"], 2) if node.op == "placeholder" else 3
-        if node in self.prelude_nodes:
-            kind = 2
-        # parameters of equal layers must come in the same order: that of their first use
-        return kind, min(self.order[user] for user in node.users) if kind == 0 else self.order[node]
+    def _kind_order(self, node: fx.Node) -> int:
+        if node.op == "placeholder":
+            return {"parameter": 0, "buffer": 1}.get(node.meta["kind"], 2)
+        return 2 if node in self.prelude_nodes else 3
 
     def _placeholder_meta(self, node: fx.Node) -> dict[str, Any]:
         meta = dict(node.meta)
@@ -242,6 +239,3 @@ def structural_hash(gm: fx.GraphModule) -> str:
         args = fx.map_arg((node.args, node.kwargs), lambda n: fx.Node.__name__ + str(numbers[n]))
         digest.update(repr((node.op, head, args, shapes)).encode())
     return digest.hexdigest()
-
-
-__all__ = ["CARRIED", "cut", "copy_subgraph", "mark_differentiable", "placeholders", "structural_hash"]

@@ -1,0 +1,135 @@
+"""Cut the instances into chunks of equal modelled cost, and build each chunk's graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from msc.cost import call_flops
+from msc.cost.flops import is_gemm, nbytes
+from msc.ir.errors import PlanError
+from msc.ir.passes import BIT_EXACT, UnitPass
+from msc.ir.structure import Instance, Source, output_nodes, placeholders
+from msc.ir.values import operand_nodes, tensors_of
+from msc.passes.chunks import Block, Chunk, ChunkBuilder, Prelude, balance, crossing
+from msc.passes.compilation import Compilation
+from msc.passes.cut import copy_subgraph, layer_of
+from msc.passes.sharding.calls import is_call
+
+
+@dataclass(frozen=True)
+class BuildChunks(UnitPass):
+    """One chunk for each pipeline stage."""
+
+    name: ClassVar[str] = "build-chunks"
+    numerics: ClassVar[str] = BIT_EXACT
+
+    def run(self, unit: Compilation) -> int:
+        stages = unit.settings.mesh.axis_size("pp")
+        _check_layers(unit, stages)
+        costs = {name: _cost(unit, name) for name in unit.structure.blocks}
+        instances = unit.structure.instances
+        runs = balance([costs[instance.block] for instance in instances], stages)
+        chunk_of = {index: chunk for chunk, run in enumerate(runs) for index in run}
+        _record_stages(unit, chunk_of)
+        received = crossing(instances, chunk_of, stages)
+        for name, programs in unit.differentiated.items():
+            unit.blocks[name] = Block(programs, unit.local[name].coordinates)
+        chunks: list[Chunk] = []
+        gradients_below: list[tuple[int, int]] = []
+        for index in reversed(range(stages)):
+            own = [instances[i] for i in runs[index]]
+            builder = ChunkBuilder(
+                index,
+                own,
+                unit.blocks,
+                _prelude(unit, own),
+                received[index],
+                received[index + 1] if index + 1 < stages else [],
+                gradients_below,
+                unit.structure.loss,
+                unit.value_meta,
+                _parameter_meta(unit),
+            )
+            chunk = builder.build()
+            gradients_below = chunk.sent_gradients
+            chunks.append(chunk)
+        unit.chunks = chunks[::-1]
+        for chunk in unit.chunks:
+            unit.graphs[f"chunk{chunk.index}.forward"] = chunk.forward
+            if chunk.backward is not None:
+                unit.graphs[f"chunk{chunk.index}.backward"] = chunk.backward
+        return len(unit.chunks)
+
+
+def _check_layers(unit: Compilation, stages: int) -> None:
+    instances = unit.structure.instances
+    layers = sum(layer_of(instance.path) is not None for instance in instances) or len(instances)
+    if stages > layers:
+        raise PlanError(
+            f"The mesh has {stages} pipeline stages (pp={stages}), but the model has only {layers} "
+            f"layers to put on them ({', '.join(i.path or 'the model' for i in instances[:8])}). "
+            f"Use pp={layers} or less."
+        )
+
+
+def _cost(unit: Compilation, block: str) -> float:
+    """Modelled cost of a block's forward and backward on one rank."""
+    programs = unit.differentiated[block]
+    total = 0.0
+    for gm in (programs.forward, programs.backward):
+        if gm is None:
+            continue
+        for node in gm.graph.nodes:
+            if not is_call(node):
+                continue
+            operands = [tensors_of(o)[0] for o in operand_nodes(node) if tensors_of(o)]
+            results = tensors_of(node)
+            flops = call_flops(node.target, operands, results) if is_gemm(node.target) else 0
+            traffic = sum(nbytes(t) for t in (*operands, *results))
+            total += unit.settings.cost.compute(flops, traffic)
+    return total
+
+
+def _record_stages(unit: Compilation, chunk_of: dict[int, int]) -> None:
+    for instance in unit.structure.instances:
+        for source in instance.sources:
+            if source.kind == "parameter":
+                stages = unit.stages_of.setdefault(source.name, [])
+                if chunk_of[instance.index] not in stages:
+                    stages.append(chunk_of[instance.index])
+    for stages in unit.stages_of.values():
+        stages.sort()
+
+
+def _prelude(unit: Compilation, instances: list[Instance]) -> Prelude:
+    """The part of the prelude that a chunk's instances read."""
+    whole = unit.local["prelude"].gm
+    used = {s.name for i in instances for s in i.sources if s.kind == "prelude"}
+    names = [name for name in unit.structure.prelude_outputs if name in used]
+    outputs = dict(zip(unit.structure.prelude_outputs, output_nodes(whole), strict=True))
+    wanted = [outputs[name] for name in names]
+    needed = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    gm = copy_subgraph(
+        [node for node in placeholders(whole) if node in needed],
+        [node for node in whole.graph.nodes if node in needed and node.op == "call_function"],
+        wanted,
+        lambda node: dict(node.meta),
+    )
+    return Prelude(gm, [Source("prelude", name) for name in names])
+
+
+def _parameter_meta(unit: Compilation) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
+    for instance in unit.structure.instances:
+        nodes = placeholders(unit.local[instance.block].gm)
+        for node, source in zip(nodes, instance.sources, strict=False):
+            if source.kind == "parameter":
+                found.setdefault(source.name, {**node.meta, "name": source.name})
+    return found

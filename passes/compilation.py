@@ -1,0 +1,112 @@
+"""What a compilation carries from pass to pass, besides its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from msc.cost import CostModel
+from msc.ir.mesh import Mesh
+from msc.ir.passes import Unit
+from msc.ir.placement import State
+from msc.ir.structure import Structure
+from msc.passes.chunks import Block, Chunk, Key
+from msc.passes.differentiate import Differentiated
+from msc.passes.sharding.batch import BatchPlan
+from msc.passes.sharding.partition import Axis, Partitioned
+from msc.passes.sharding.search import Placed
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """AdamW as the rank graph runs it; weight decay may differ by parameter."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that the passes read."""
+
+    mesh: Mesh
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    optimizer: OptimizerSpec | None = None
+    cost: CostModel = field(default_factory=CostModel)
+    bucket_bytes: int = 25 * 2**20
+    separable: bool = True
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+
+    @property
+    def batch_axes(self) -> tuple[Axis, ...]:
+        """The axes that split the batch, major to minor; mb only where samples are separable."""
+        axes = [Axis("dp", self.mesh.axis_size("dp"))]
+        if self.separable:
+            axes.append(Axis("mb", self.micro_batches))
+        return tuple(axis for axis in axes if axis.size > 1)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """All axes that shard values, major to minor."""
+        tp = Axis("tp", self.mesh.axis_size("tp"))
+        return (*self.batch_axes, tp) if tp.size > 1 else self.batch_axes
+
+
+class Compilation(Unit):
+    """A model on its way to rank graphs: `graphs` and what the passes know about them."""
+
+    settings: Settings
+    fake_mode: Any
+    structure: Structure
+    prologue: fx.GraphModule | None
+    batch: dict[str, BatchPlan]
+    prelude_states: dict[str, State]
+    placed: Placed | None
+    local: dict[str, Partitioned]
+    local_prologue: Partitioned | None
+    parameter_states: dict[str, dict[str, State]]
+    value_meta: dict[Key, dict[str, Any]]
+    differentiated: dict[str, Differentiated]
+    blocks: dict[str, Block]
+    chunks: list[Chunk]
+    stages_of: dict[str, list[int]]
+    input_shapes: dict[str, tuple[int, ...]]
+    rank_graphs: list[fx.GraphModule]
+
+    def __init__(
+        self, forward: fx.GraphModule, settings: Settings, fake_mode: Any
+    ) -> None:
+        super().__init__({"forward": forward})
+        self.settings = settings
+        self.fake_mode = fake_mode
+        self.prologue = None
+        self.batch = {}
+        self.prelude_states = {}
+        self.placed = None
+        self.local = {}
+        self.local_prologue = None
+        self.parameter_states = {}
+        self.value_meta = {}
+        self.differentiated = {}
+        self.blocks = {}
+        self.chunks = []
+        self.stages_of = {}
+        self.input_shapes = {}
+        self.rank_graphs = []
+
+    @property
+    def prologue_names(self) -> list[str]:
+        """The step values that the prologue computes, in order."""
+        return list(self.prologue.meta["names"]) if self.prologue is not None else []
+
+    @property
+    def loss_meta(self) -> dict[str, Any]:
+        """What is known of the loss on the stage that computes it."""
+        loss = self.structure.loss
+        return self.value_meta[loss.instance, loss.output]

@@ -1,0 +1,70 @@
+"""Give a linear its bias back, where no collective came between the two.
+
+    %y = msc.linear(%x, %w)          ->   %y = msc.linear(%x, %w, %b)
+    %z = aten.add(%y, %b)
+
+Normalization takes them apart, so that the bias of a row-parallel linear is added once, after the
+sum over ranks. Numerics: one rounding fewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from msc.ir.passes import GraphPass
+from msc.ir.values import carry, tensor_of
+
+linear = torch.ops.msc.linear.default
+add = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True)
+class FuseBias(GraphPass):
+    """Fuse an add of a vector into the linear before it."""
+
+    name: ClassVar[str] = "fuse-bias"
+    numerics: ClassVar[str] = "one rounding fewer"
+
+    def applies_to(self, name: str) -> bool:
+        """Local blocks, before they are differentiated."""
+        return name.startswith("block")
+
+    def run(self, gm: fx.GraphModule, unit: Any) -> int:
+        changes = 0
+        for node in list(gm.graph.nodes):
+            if node.op != "call_function" or node.target is not add or node.kwargs:
+                continue
+            product, bias = node.args
+            if not (_plain_linear(product) and isinstance(bias, fx.Node)):
+                continue
+            shape = tensor_of(product).shape  # type: ignore[arg-type]
+            if tensor_of(bias).shape != shape[-1:] or tensor_of(node).dtype != tensor_of(bias).dtype:
+                continue
+            self._fuse(gm, node, product, bias)  # type: ignore[arg-type]
+            changes += 1
+        return changes
+
+    def _fuse(self, gm: fx.GraphModule, node: fx.Node, product: fx.Node, bias: fx.Node) -> None:
+        x, w, *rest = product.args
+        transposed = rest[1] if len(rest) > 1 else product.kwargs.get("transposed", False)
+        with gm.graph.inserting_before(node):
+            new = gm.graph.call_function(linear, (x, w, bias, transposed))
+        new.meta = dict(node.meta)
+        carry(product, new)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        gm.graph.erase_node(product)
+
+
+def _plain_linear(node: Any) -> bool:
+    return (
+        isinstance(node, fx.Node)
+        and node.target is linear
+        and len(node.users) == 1
+        and (len(node.args) < 3 or node.args[2] is None)
+        and node.kwargs.get("b") is None
+    )

@@ -1,0 +1,66 @@
+"""Place the model over tp: choose every call's strategy, at the least modelled cost.
+
+    %q = msc.linear(%x, %w_q)   # layers.0.attn      w_q  tp: S0 (columns)    x  tp: R~ (gathered)
+    %o = msc.linear(%a, %w_o)   # layers.0.attn      w_o  tp: S1 (rows)       o  tp: P
+
+Nothing is rewritten: `shard` carries the choice out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from msc.ir.passes import BIT_EXACT, UnitPass
+from msc.ir.placement import Shard, State
+from msc.ir.structure import placeholders
+from msc.passes.compilation import Compilation
+from msc.passes.sharding.calls import Value
+from msc.passes.sharding.candidates import find_candidates
+from msc.passes.sharding.partition import Axis, parts
+from msc.passes.sharding.search import search
+
+
+@dataclass(frozen=True)
+class Place(UnitPass):
+    """Search placements over tp for all distinct blocks at once."""
+
+    name: ClassVar[str] = "place"
+    numerics: ClassVar[str] = BIT_EXACT
+
+    def run(self, unit: Compilation) -> int:
+        settings = unit.settings
+        size = settings.mesh.axis_size("tp")
+        if size == 1:
+            return 0
+        batch_axes = settings.batch_axes
+        count = len(batch_axes)
+        strategies = {
+            name: {node: (strategy,) * count for node, strategy in unit.batch[name].strategies.items()}
+            for name in unit.structure.blocks
+        }
+        states: dict[str, dict[Value, tuple[State, ...]]] = {
+            name: {value: (state,) * count for value, state in unit.batch[name].states.items()}
+            for name in unit.structure.blocks
+        }
+        axis = Axis("tp", size)
+        num_parts = parts(batch_axes)
+        sharded = {
+            value
+            for name in unit.structure.blocks
+            for value, state in unit.batch[name].states.items()
+            if isinstance(state.value, Shard)
+        }
+        candidates = find_candidates(unit.structure, axis, batch_axes, strategies, states)
+        unit.placed = search(
+            unit.structure,
+            candidates,
+            axis,
+            settings.cost,
+            settings.micro_batches,
+            lambda value: 1 / num_parts if value in sharded else 1.0,
+        )
+        for gm in unit.structure.blocks.values():
+            for node in placeholders(gm):
+                node.meta["placement"] = {"tp": unit.placed.placeholders[node].value}
+        return len(unit.placed.placeholders)

@@ -1,0 +1,142 @@
+"""Shard: turn every distinct block, the prelude and the prologue into rank-local graphs.
+
+See `msc.passes.sharding.partition` for the picture. Afterwards every value has its placement and,
+where a gradient flows, the placement of its gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from msc.ir.passes import UnitPass
+from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Partial, State, sharded
+from msc.ir.structure import output_nodes, placeholders
+from msc.passes.compilation import Compilation
+from msc.passes.sharding.batch import propagate_batch
+from msc.passes.sharding.calls import is_call
+from msc.passes.sharding.partition import Partitioned, Plan, partition
+from msc.passes.sharding.rule import Strategy
+
+
+@dataclass(frozen=True)
+class Shard(UnitPass):
+    """Partition all graphs by the chosen strategies."""
+
+    name: ClassVar[str] = "shard"
+    numerics: ClassVar[str] = "sums over sharded factors change their order"
+
+    def run(self, unit: Compilation) -> int:
+        for name in unit.structure.blocks:
+            unit.local[name] = _shard_block(unit, name)
+        unit.local["prelude"] = _shard_prelude(unit)
+        if unit.prologue is not None:
+            unit.local_prologue = _shard_prologue(unit, unit.prologue)
+        _record_parameters(unit)
+        _record_values(unit)
+        unit.graphs = {
+            **{name: local.gm for name, local in unit.local.items()},
+            **({"prologue": unit.local_prologue.gm} if unit.local_prologue else {}),
+        }
+        return len(unit.graphs)
+
+
+def _shard_block(unit: Compilation, name: str) -> Partitioned:
+    settings = unit.settings
+    gm = unit.structure.blocks[name]
+    batch = unit.batch[name]
+    count = len(settings.batch_axes)
+    placed = unit.placed
+    plan = Plan(settings.axes)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            states = (batch.states[node, 0],) * count
+            plan.placeholders[node] = states + ((placed.placeholders[node],) if placed else ())
+        elif is_call(node):
+            chosen = (batch.strategies[node],) * count
+            plan.strategies[node] = chosen + ((placed.strategies[node],) if placed else ())
+    plan.outputs = [None] * len(output_nodes(gm))
+    loss = unit.structure.loss
+    instance = unit.structure.instances[loss.instance]
+    if instance.block == name:
+        # every rank's and micro-batch's loss is a part of a sum, so that its gradient's seed is one
+        plan.outputs[loss.output] = (PARTIAL,) * count + ((placed.loss,) if placed else ())
+    return partition(gm, plan, unit.fake_mode)
+
+
+def _shard_prelude(unit: Compilation) -> Partitioned:
+    settings = unit.settings
+    gm = unit.structure.prelude
+    batch = unit.batch["prelude"]
+    count = len(settings.batch_axes)
+    extra = len(settings.axes) - count
+    plan = Plan(settings.axes)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            plan.placeholders[node] = (batch.states[node, 0],) * count + (REPLICATED,) * extra
+        elif is_call(node):
+            plan.strategies[node] = (batch.strategies[node],) * count + (
+                _whole_strategy(batch.strategies[node]),
+            ) * extra
+    plan.outputs = [
+        (unit.prelude_states[name],) * count + (REPLICATED,) * extra
+        for name in unit.structure.prelude_outputs
+    ]
+    return partition(gm, plan, unit.fake_mode)
+
+
+def _whole_strategy(like: Strategy) -> Strategy:
+    return Strategy((REPLICATED,) * len(like.operands), (REPLICATED,) * len(like.results))
+
+
+def _shard_prologue(unit: Compilation, gm: fx.GraphModule) -> Partitioned:
+    """All rows of a rank at once: the batch is sharded over dp alone, and results are whole."""
+    settings = unit.settings
+    axes = tuple(axis for axis in settings.batch_axes if axis.name == "dp")
+    size = axes[0].size if axes else 1
+    plan = Plan(axes)
+    if axes:
+        dims = settings.batch_dims
+        inputs = {
+            node: sharded(dim)
+            for node in placeholders(gm)
+            if node.meta["kind"] == "input" and (dim := dims.get(node.meta["name"])) is not None
+        }
+        found = propagate_batch(gm, size, inputs, lambda node, operand: True)
+        plan.strategies = {node: (strategy,) for node, strategy in found.strategies.items()}
+        plan.placeholders = {
+            node: (inputs.get(node, VARYING),) for node in placeholders(gm)
+        }
+    else:
+        plan.strategies = {node: () for node in gm.graph.nodes if is_call(node)}
+        plan.placeholders = {node: () for node in placeholders(gm)}
+    plan.outputs = [(VARYING,) * len(axes) for _ in output_nodes(gm)]
+    return partition(gm, plan, unit.fake_mode)
+
+
+def _record_parameters(unit: Compilation) -> None:
+    """States of each parameter per axis, the same in all blocks that use it."""
+    axes = unit.settings.axes
+    count = len(unit.settings.batch_axes)
+    for instance in unit.structure.instances:
+        nodes = placeholders(unit.structure.blocks[instance.block])
+        for node, source in zip(nodes, instance.sources, strict=True):
+            if source.kind != "parameter":
+                continue
+            states: dict[str, State] = dict.fromkeys((axis.name for axis in axes[:count]), VARYING)
+            if unit.placed is not None:
+                states["tp"] = unit.placed.placeholders[node]
+            unit.parameter_states[source.name] = states
+
+
+def _record_values(unit: Compilation) -> None:
+    for instance in unit.structure.instances:
+        for index, node in enumerate(output_nodes(unit.local[instance.block].gm)):
+            unit.value_meta[instance.index, index] = dict(node.meta)
+
+
+def is_partial(state: State) -> bool:
+    """Whether a parameter's gradient has to be reduced over the axis."""
+    return isinstance(state.grad, Partial)

@@ -1,0 +1,284 @@
+"""Shard the batch over dp and the micro-batches.
+
+    %nll   = msc.nll_terms(%logits, %labels)         S0 over dp and mb
+    %total = aten.sum(%nll)                          P: a sum over samples
+    %count = aten.sum(%mask)                         P, and a divisor: computed once per step, whole
+    %loss  = aten.div(%total, %count)                P
+
+States propagate from the inputs through the prelude and the block instances, once per distinct
+block. Values without parameters that are needed whole move to the *prologue*, which runs once per
+step on all rows of the rank. Numerics: kept; sums over the batch change their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from msc.ir.passes import UnitPass
+from msc.ir.placement import VARYING, Partial, Shard, State, sharded
+from msc.ir.structure import Instance, Source, Structure, output_nodes, placeholders
+from msc.ir.values import operand_nodes
+from msc.passes.compilation import Compilation
+from msc.passes.cut import copy_subgraph
+from msc.passes.sharding.batch import BatchPlan, propagate_batch
+from msc.passes.sharding.calls import Value, operands_of, value_of
+from msc.passes.sharding.partition import parts
+
+
+@dataclass(frozen=True)
+class ShardBatch(UnitPass):
+    """Find the batch states of all values."""
+
+    name: ClassVar[str] = "shard-batch"
+    numerics: ClassVar[str] = "sums over samples change their order"
+
+    def run(self, unit: Compilation) -> int:
+        size = parts(unit.settings.batch_axes)
+        worker = _BatchSharder(unit, size)
+        worker.run()
+        return worker.hoists + 1
+
+
+@dataclass
+class _Restart(Exception):
+    """The graph was rewritten: propagate again."""
+
+
+class _BatchSharder:
+    def __init__(self, unit: Compilation, size: int) -> None:
+        self.unit = unit
+        self.structure: Structure = unit.structure
+        self.size = size
+        self.over_time = any(axis.name == "mb" for axis in unit.settings.batch_axes)
+        self.hoists = 0
+        self.pristine = _copy(self.structure.prelude)
+        self.hoisted: dict[str, None] = {}
+        self.prelude_plan = BatchPlan()
+        self.outputs: dict[str, tuple[fx.Node, State]] = {}
+
+    def run(self) -> None:
+        self._prelude()
+        for instance in list(self.structure.instances):
+            self._instance(instance)
+        self._finish_prelude()
+        self._prologue()
+
+    # -- the prelude
+
+    def _prelude(self) -> None:
+        gm = self.structure.prelude
+        while True:
+            inputs = {node: self._input_state(node) for node in placeholders(gm)}
+            try:
+                self.prelude_plan = propagate_batch(gm, self.size, inputs, self._hoist_operand)
+                break
+            except _Restart:
+                continue
+        for name in self.structure.prelude_outputs:
+            self.outputs[name] = self._named(name)
+
+    def _input_state(self, node: fx.Node) -> State:
+        dim = self.unit.settings.batch_dims.get(node.meta["name"])
+        batched = node.meta["kind"] == "input" and dim is not None and self.size > 1
+        return sharded(dim) if batched and dim is not None else VARYING
+
+    def _hoist_operand(self, node: fx.Node, operand: Value) -> bool:
+        for read in dict.fromkeys(operand_nodes(node)):
+            if value_of(read) == operand:
+                node.replace_input_with(read, self._whole(read))
+        raise _Restart
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The placeholder of a value that the prologue computes."""
+        gm = self.structure.prelude
+        name = node.name
+        for placeholder in placeholders(gm):
+            if placeholder.meta["kind"] == "step" and placeholder.meta["name"] == name:
+                return placeholder
+        self.hoisted[name] = None
+        self.hoists += 1
+        last = placeholders(gm)[-1] if placeholders(gm) else None
+        anchor = last.next if last is not None else next(iter(gm.graph.nodes))
+        with gm.graph.inserting_before(anchor):
+            new = gm.graph.placeholder(f"{name}_whole")
+        new.meta = {**node.meta, "kind": "step", "name": name, "differentiable": False}
+        return new
+
+    def _named(self, name: str) -> tuple[fx.Node, State]:
+        index = self.structure.prelude_outputs.index(name)
+        node = output_nodes(self.structure.prelude)[index]
+        return node, self.prelude_plan.states[value_of(node)]
+
+    # -- the instances
+
+    def _instance(self, instance: Instance) -> None:
+        structure = self.structure
+        sources = list(instance.sources)
+        gm = structure.blocks[instance.block]
+        nodes = placeholders(gm)
+        while True:
+            states = {
+                node: self._source_state(s) for node, s in zip(nodes, sources, strict=True)
+            }
+            block = self._block_for(instance.block, states)
+            if block is not None:
+                name, plan = block
+                break
+            try:
+                plan = propagate_batch(gm, self.size, states, self._resolver(gm, sources))
+            except _Restart:
+                continue
+            if self._demand(gm, sources, states, plan):
+                continue
+            name = self._register(instance.block, states, plan)
+            break
+        structure.instances[instance.index] = replace(
+            instance, block=name, sources=tuple(sources)
+        )
+
+    def _source_state(self, source: Source) -> State:
+        if source.kind == "block":
+            producer = self.structure.instances[source.instance]
+            gm = self.structure.blocks[producer.block]
+            return self.unit.batch[producer.block].outputs(gm)[source.output]
+        if source.kind == "prelude":
+            return self.outputs[source.name][1]
+        return VARYING
+
+    def _block_for(
+        self, block: str, states: dict[fx.Node, State]
+    ) -> tuple[str, BatchPlan] | None:
+        plan = self.unit.batch.get(block)
+        if plan is None or any(plan.states[node, 0] != state for node, state in states.items()):
+            return None
+        return block, plan
+
+    def _register(self, block: str, states: dict[fx.Node, State], plan: BatchPlan) -> str:
+        if block not in self.unit.batch:
+            self.unit.batch[block] = plan
+            return block
+        # an instance of the same layer whose inputs are sharded otherwise is a block of its own
+        number = sum(name.startswith(f"{block}_") for name in self.structure.blocks) + 1
+        name = f"{block}_{number}"
+        copy = _copy(self.structure.blocks[block])
+        twins = dict(zip(self.structure.blocks[block].graph.nodes, copy.graph.nodes, strict=True))
+        self.structure.blocks[name] = copy
+        self.unit.batch[name] = BatchPlan(
+            {twins[node]: strategy for node, strategy in plan.strategies.items()},
+            {(twins[node], i): state for (node, i), state in plan.states.items()},
+        )
+        return name
+
+    def _resolver(
+        self, gm: fx.GraphModule, sources: list[Source]
+    ) -> Callable[[fx.Node, Value], bool]:
+        nodes = placeholders(gm)
+
+        def whole(node: fx.Node, operand: Value) -> bool:
+            source = operand[0]
+            if source.op == "placeholder" and source.meta["kind"] != "value":
+                index = nodes.index(source)
+                if sources[index].kind == "prelude":
+                    sources[index] = Source("prelude", self._whole_output(sources[index].name))
+                    raise _Restart
+            return not self.over_time  # over dp a collective does it; over time nothing can
+
+        return whole
+
+    def _whole_output(self, name: str) -> str:
+        node, _ = self.outputs[name]
+        variant = f"{name}@whole"
+        if variant not in self.outputs:
+            self.outputs[variant] = (self._whole(node), VARYING)
+        return variant
+
+    def _demand(
+        self,
+        gm: fx.GraphModule,
+        sources: list[Source],
+        states: dict[fx.Node, State],
+        plan: BatchPlan,
+    ) -> bool:
+        """Ask the prelude for shards of what every reader in the block slices."""
+        changed = False
+        for index, node in enumerate(placeholders(gm)):
+            if sources[index].kind != "prelude" or states[node] != VARYING:
+                continue
+            wanted = {
+                strategy.operands[position]
+                for reader, strategy in plan.strategies.items()
+                for position, operand in enumerate(operands_of(reader))
+                if operand == (node, 0)
+            }
+            if len(wanted) != 1 or not isinstance(next(iter(wanted)).value, Shard):
+                continue
+            (state,) = wanted
+            source, _ = self.outputs[sources[index].name]
+            variant = f"{sources[index].name}@{state.value}"
+            self.outputs.setdefault(variant, (source, state))
+            sources[index] = Source("prelude", variant)
+            changed = True
+        return changed
+
+    # -- what remains
+
+    def _finish_prelude(self) -> None:
+        used = {s.name for i in self.structure.instances for s in i.sources if s.kind == "prelude"}
+        kept = {name: entry for name, entry in self.outputs.items() if name in used}
+        gm = self.structure.prelude
+        output = gm.graph.output_node()
+        output.args = (tuple(node for node, _ in kept.values()),)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        self.structure.prelude_outputs = list(kept)
+        self.unit.prelude_states = {name: state for name, (_, state) in kept.items()}
+        alive = set(gm.graph.nodes)
+        for node in placeholders(gm):
+            self.prelude_plan.states.setdefault((node, 0), VARYING)
+        self.unit.batch["prelude"] = BatchPlan(
+            {n: s for n, s in self.prelude_plan.strategies.items() if n in alive},
+            {v: s for v, s in self.prelude_plan.states.items() if v[0] in alive},
+        )
+        loss = self._source_state(self.structure.loss)
+        assert not isinstance(loss.value, Shard), "a scalar loss cannot be sharded"
+        assert not isinstance(loss.value, Partial) or loss.value.op == "sum"
+
+    def _prologue(self) -> None:
+        live = {
+            node.meta["name"] for node in placeholders(self.structure.prelude)
+            if node.meta["kind"] == "step" and node.users
+        }
+        wanted = [name for name in self.hoisted if name in live]
+        if not wanted:
+            self.unit.prologue = None
+            return
+        by_name = {node.name: node for node in self.pristine.graph.nodes}
+        outputs = [by_name[name] for name in wanted]
+        needed = _ancestors(outputs)
+        inputs = [node for node in placeholders(self.pristine) if node in needed]
+        nodes = [n for n in self.pristine.graph.nodes if n in needed and n.op == "call_function"]
+        prologue = copy_subgraph(inputs, nodes, outputs, lambda node: dict(node.meta))
+        prologue.meta["names"] = wanted
+        self.unit.prologue = prologue
+
+
+def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    return copy_subgraph(placeholders(gm), calls, output_nodes(gm), lambda node: dict(node.meta))
+
+
