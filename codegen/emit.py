@@ -1,21 +1,23 @@
 """Emit a rank graph as readable Python, one function per distinct graph.
 
-    %mm: f32[4,8] = aten.mm(%x, %w)                  def rank_program(rt, args):
-    %ar = _c10d.all_reduce(%mm, 'sum', 'tp')             x, w = args
-    %done = _c10d.wait_tensor(%ar)              ->       args.clear()
-    return (%done,)                                      mm = aten_mm(x, w)
-                                                         ar = rt.all_reduce(mm, 'sum', 'tp', '%ar in ..')
-                                                         del mm
-                                                         done = rt.wait(ar)     # virtual: yield ar
-                                                         return (done,)
+    %mm: f32[4,8] = aten.mm(%x, %w)             def rank_program(rt, args):
+    %ar = _c10d.all_reduce(%mm, 'sum', 'tp')        x, w = args
+    %done = _c10d.wait_tensor(%ar)          ->      args.clear()
+    return (%done,)                                 mm = aten_mm(x, w)
+                                                    del x, w
+                                                    ar = rt.all_reduce(mm, 'sum', 'tp', '%ar in ..')
+                                                    del mm
+                                                    done = rt.wait(ar)      # virtual: yield ar
+                                                    del ar
+                                                    return (done,)
 
 There are two dialects. In "process", waiting is a call that blocks. In "virtual", a function that
-waits is a generator: it yields what it waits for and is sent the result. All else is the same, and a
-graph that waits for nothing is a plain function in both.
+waits is a generator: it yields what it waits for and is sent the result. All else is the same, and
+a graph that waits for nothing is a plain function in both.
 
 Arguments travel in a list that the callee empties, so that a value ends where it is last read and
-not where the outermost caller returns. `rt` is the executor's side of the program: a method for each
-collective (`msc.ir.communication.COLLECTIVES`) and each action (`msc.ir.actions`).
+not where the outermost caller returns. `rt` is the executor's side of the program: a method for
+each collective (`msc.ir.communication.COLLECTIVES`) and each action (`msc.ir.actions`).
 """
 
 from __future__ import annotations
@@ -130,7 +132,8 @@ class Emitter:
         name = self.namespace.reserve(hint)
         self._functions[id(module)] = name
         lines = ["values = tuple(args)", "args.clear()", f"return {compiled}(*values)"]
-        self._define(name, "\n".join([f"def {name}(rt, args):", *(f"    {line}" for line in lines)]))
+        body = "".join(f"    {line}\n" for line in lines)
+        self._define(name, f"def {name}(rt, args):\n{body}")
         return name
 
     def _define(self, name: str, source: str) -> None:
@@ -238,8 +241,9 @@ class _Function:
             return f"rt.{self._action(node)}({self._arguments(node)})"
         if node.target is operator.getitem:
             return f"{self._render.value(node.args[0])}[{self._render.value(node.args[1])}]"
-        function = KERNELS.get(node.target, node.target)
-        return f"{self._namespace.bind(op_name(node.target), function)}({self._arguments(node)})"
+        target: Any = node.target
+        function = self._namespace.bind(op_name(target), KERNELS.get(target, target))
+        return f"{function}({self._arguments(node)})"
 
     def _action(self, node: fx.Node) -> str:
         name: str = node.target.__name__  # type: ignore[union-attr]
@@ -283,6 +287,6 @@ def _listing(names: list[str], brackets: str = "") -> str:
         if brackets:
             return f"{brackets[0]}{text}{brackets[1]}"
         return f"{text}," if len(names) == 1 else text
-    opening, closing = brackets or "()"
+    opening, closing = brackets[:1] or "(", brackets[1:] or ")"
     inner = "".join(f"        {name},\n" for name in names)
     return f"{opening}\n{inner}    {closing}"

@@ -1,4 +1,4 @@
-"""Names in generated source: module-level bindings and local variables, never in each other's way."""
+"""Names in generated source: module-level bindings and local variables."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class LocalActions:
     def unflatten(bucket: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
         """The views of `bucket` with the given shapes, one after the other."""
         sizes = [torch.Size(shape) for shape in shapes]
-        parts = bucket.split([size.numel() for size in sizes])
+        parts = torch.split(bucket, [size.numel() for size in sizes])
         return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True))
 
     adamw = staticmethod(adamw)

@@ -24,8 +24,8 @@ def adamw(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
     """One AdamW step in place; returns (parameters, first_moments, second_moments).
 
-    Equal to `torch.optim.AdamW`; as there, a parameter without gradient keeps its value. The step is
-    taken in the dtype of the moments: a parameter of a lower precision is rounded once, at its end.
+    Equal to `torch.optim.AdamW`; as there, a parameter without gradient keeps its value. The step
+    is taken in the dtype of the moments; a parameter of a lower precision is rounded at its end.
     """
     groups: dict[tuple[float, torch.device, torch.dtype], list[int]] = defaultdict(list)
     for index, gradient in enumerate(gradients):

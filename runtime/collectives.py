@@ -58,7 +58,7 @@ def all_reduce(inputs: Sequence[Tensor], op: str) -> list[Tensor]:
 
 def all_to_all(inputs: Sequence[Tensor], sent: Sequence[Sequence[int]]) -> list[Tensor]:
     """Member i gets the i-th piece of each input; member j's pieces have `sent[j]` rows."""
-    pieces = [value.split(list(sizes)) for value, sizes in zip(inputs, sent, strict=True)]
+    pieces = [torch.split(value, list(sizes)) for value, sizes in zip(inputs, sent, strict=True)]
     return [torch.cat(own) for own in zip(*pieces, strict=True)]
 
 

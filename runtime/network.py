@@ -1,7 +1,7 @@
 """The network of the virtual executor: matches what ranks start, and says who waits for whom.
 
-Collectives on a group meet by the order in which each member starts them; messages on a channel from
-one rank to another meet in order too. Starting never blocks.
+Collectives on a group meet by the order in which each member starts them; messages on a channel
+from one rank to another meet in order too. Starting never blocks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Message:
 
 
 class Network:
-    """Matches starts of all ranks. With `rendezvous` a send completes when its receive is posted."""
+    """Matches what ranks start. With `rendezvous` a send completes when its receive is posted."""
 
     def __init__(self, rendezvous: bool) -> None:
         self._rendezvous = rendezvous
@@ -193,9 +193,9 @@ def _check_splits(entry: _Collective, arguments: Sequence[tuple[Any, ...]]) -> N
             if sent[receiver] != received[sender]:
                 ranks = entry.members[sender], entry.members[receiver]
                 raise CommunicationError(
-                    f"ranks disagree on all_to_all number {entry.number} of group '{entry.group}': "
-                    f"rank {ranks[0]} sends {sent[receiver]} rows to rank {ranks[1]}, which expects "
-                    f"{received[sender]}"
+                    f"ranks disagree on collective {entry.number} of group '{entry.group}' "
+                    f"{entry.members}: rank {ranks[0]} sends {sent[receiver]} rows to rank "
+                    f"{ranks[1]}, which expects {received[sender]}"
                 )
 
 
@@ -206,7 +206,7 @@ def _check_divides(
     claimed = {"all_gather": 0, "reduce_scatter": 1}.get(kind)
     if claimed is not None and arguments[claimed] != size:
         raise CommunicationError(
-            f"rank {token.rank}: {token} counts {arguments[claimed]} members; the group is {members}"
+            f"rank {token.rank}: {token} counts {arguments[claimed]} members of {members}"
         )
     if kind == "reduce_scatter" and (value.dim() == 0 or value.shape[0] % size):
         raise CommunicationError(

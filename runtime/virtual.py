@@ -29,8 +29,8 @@ class VirtualExecutor:
 
     programs: a rank's graph; ranks that share a graph object share the code emitted for it.
     rendezvous: a send completes only when its receive was posted, as large messages do on NCCL.
-    pick: chooses the next rank among those that can go on (tests of the interleaving); the default
-        takes the one that has waited longest.
+    pick: chooses the next rank among those that can go on, for tests of the interleaving; without
+        it they take turns in rank order.
     """
 
     def __init__(
@@ -90,18 +90,13 @@ class VirtualExecutor:
 
     def _loop(self, ranks: list[_Rank]) -> None:
         active = [rank for rank in ranks if not rank.finished]
-        while active:
+        while able := [rank for rank in active if rank.can_go_on()]:
             if self._pick is None:
-                able = [rank for rank in active if rank.can_go_on()]
-                for rank in able:  # later ones stay able: what happened does not unhappen
+                for rank in able:  # each stays able: what has happened does not unhappen
                     rank.advance()
             else:
-                able = [rank for rank in active if rank.can_go_on()]
-                if able:
-                    chosen = self._pick([rank.number for rank in able])
-                    next(rank for rank in able if rank.number == chosen).advance(one=True)
-            if not able:
-                return
+                chosen = self._pick([rank.number for rank in able])
+                next(rank for rank in able if rank.number == chosen).advance(one=True)
             active = [rank for rank in active if not rank.finished]
 
 
@@ -112,7 +107,9 @@ class VirtualRank(LocalActions):
         super().__init__(mesh, rank)
         self._network = network
 
-    def _start(self, kind: str, value: Tensor, rest: tuple[Any, ...], group: str, site: str) -> Token:
+    def _start(
+        self, kind: str, value: Tensor, rest: tuple[Any, ...], group: str, site: str
+    ) -> Token:
         members = Group.parse(group).members(self.mesh, self.rank)
         return self._network.collective(kind, value, rest, group, members, self.rank, site)
 

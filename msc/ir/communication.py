@@ -22,6 +22,8 @@ COLLECTIVES: dict[Any, str] = {
 }
 """Start nodes of collectives, with the names that executors give them."""
 
+_ARGUMENTS = {"all_gather": 3, "reduce_scatter": 4, "all_reduce": 3, "all_to_all": 4}
+
 WAITS: frozenset[Any] = frozenset({_c10d.wait_tensor.default, actions.wait})
 POINT_TO_POINT: dict[Any, str] = {actions.send: "send", actions.recv: "recv"}
 STARTS: dict[Any, str] = {**COLLECTIVES, **POINT_TO_POINT}
@@ -45,8 +47,8 @@ def check_form(node: fx.Node) -> None:
         names = ", ".join(str(target) for target in COLLECTIVES)
         raise VerifyError(f"%{node.name} calls {node.target}; a rank graph uses {names}.")
     if node.target in COLLECTIVES:
-        whole = len(node.args) == len(node.target._schema.arguments)
-        if not whole or node.kwargs or not isinstance(node.args[-1], str):
+        whole = len(node.args) == _ARGUMENTS[COLLECTIVES[node.target]] and not node.kwargs
+        if not whole or not isinstance(node.args[-1], str):
             raise VerifyError(
                 f"%{node.name} = {node.target} must have all arguments by position, the last one "
                 f"the symbolic name of its group; it has {node.args} and {dict(node.kwargs)}."
@@ -54,7 +56,8 @@ def check_form(node: fx.Node) -> None:
     elif node.target in POINT_TO_POINT:
         count = 3 if node.target is actions.send else 4
         if len(node.args) != count or node.kwargs:
-            raise VerifyError(f"%{node.name} = {node.target.__name__} takes {count} arguments by position.")
+            name = POINT_TO_POINT[node.target]
+            raise VerifyError(f"%{node.name} = {name} takes {count} arguments, all by position.")
 
 
 def group_of(node: fx.Node) -> str:
@@ -67,7 +70,8 @@ def subgraph(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
     child = module.get_submodule(str(node.target))
     if not isinstance(child, fx.GraphModule):
         raise VerifyError(
-            f"%{node.name} calls {type(child).__name__} '{node.target}'; a rank graph calls only graphs."
+            f"%{node.name} calls '{node.target}', a {type(child).__name__}; "
+            "a rank graph calls graphs only."
         )
     if node.kwargs:
         raise VerifyError(f"%{node.name} calls '{node.target}' with keywords; use positions.")
@@ -102,7 +106,7 @@ def used_groups(module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def used_channels(module: fx.GraphModule) -> tuple[tuple[str, int], ...]:
-    """The (channel, pp coordinate of the other side) that a program sends or receives on, sorted."""
+    """The channels that a program sends or receives on, each with the pp coordinate of the peer."""
     found = {
         (str(node.args[2] if node.target is actions.send else node.args[1]), _stage(node))
         for graph_module in graphs_below(module)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from msc.ir.errors import PlanError
 from msc.ir.mesh import KNOWN_AXES, Mesh
@@ -36,9 +36,7 @@ class Group:
     def contains(self, mesh: Mesh, rank: int) -> bool:
         """Whether `rank` takes part in a group of this name."""
         here = mesh.coordinate(rank)
-        return all(
-            chosen is None or here.get(axis, 0) in chosen for axis, chosen in self.parts
-        )
+        return all(chosen is None or here.get(axis, 0) in chosen for axis, chosen in self.parts)
 
     def members(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The members of the group that `rank` is in, by ascending rank.
@@ -51,7 +49,7 @@ class Group:
         return self.name
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(name: str) -> Group:
     parts: list[tuple[str, tuple[int, ...] | None]] = []
     position = 0

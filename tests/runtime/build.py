@@ -29,7 +29,9 @@ class Builder:
         node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
         return node
 
-    def call(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
+    def call(
+        self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any
+    ) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         values, named = fx.map_arg((args, kwargs), lambda operand: operand.meta.get("val"))
         if val is None and target in RESULTS:
@@ -104,6 +106,11 @@ def send(build: Builder, values: Sequence[fx.Node], stage: int, channel: str) ->
 
 
 def recv(
-    build: Builder, stage: int, channel: str, *shapes: Sequence[int], dtype: torch.dtype = torch.float64
+    build: Builder,
+    stage: int,
+    channel: str,
+    *shapes: Sequence[int],
+    dtype: torch.dtype = torch.float64,
 ) -> fx.Node:
-    return build.call(actions.recv, stage, channel, tuple(map(tuple, shapes)), (dtype,) * len(shapes))
+    types = (tuple(map(tuple, shapes)), (dtype,) * len(shapes))
+    return build.call(actions.recv, stage, channel, *types)

@@ -1,0 +1,140 @@
+"""Color ranks so that equal color means equal program and peers of equal colors."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from msc.ir.communication import COLLECTIVES, graphs_below, group_of, used_channels, used_groups
+from msc.ir.errors import PlanError
+from msc.ir.groups import Group
+from msc.ir.mesh import Mesh
+
+_SIZE_ARGUMENT = {"all_gather": 1, "reduce_scatter": 2}
+
+
+@dataclass(frozen=True)
+class Colors:
+    """A color per rank, and of each color its lowest rank and the number of its ranks."""
+
+    of: tuple[int, ...]
+    representatives: tuple[int, ...]
+    counts: tuple[int, ...]
+    groups: tuple[Mapping[str, tuple[int, ...]], ...]
+    """Of each color, for each group that it uses: the colors of the group's members."""
+
+    def peer(self, mesh: Mesh, color: int, stage: int) -> int:
+        """The color of the ranks at pp coordinate `stage` that `color`'s ranks send to."""
+        here = mesh.coordinate(self.representatives[color])
+        return self.of[mesh.rank({**here, "pp": stage})]
+
+
+class _Uses:
+    """What one program names: groups and pp coordinates of peers."""
+
+    def __init__(self, mesh: Mesh, program: fx.GraphModule) -> None:
+        self.groups = [Group.parse(name) for name in used_groups(program)]
+        self.stages = sorted({stage for _, stage in used_channels(program)})
+        for stage in self.stages:
+            if not 0 <= stage < mesh.axis_size("pp"):
+                raise PlanError(
+                    f"A program sends to or receives from stage {stage}; axis 'pp' of mesh {mesh} "
+                    f"has {mesh.axis_size('pp')} ranks."
+                )
+        _check_sizes(mesh, program)
+
+    def check(self, mesh: Mesh, rank: int) -> None:
+        """Raise `PlanError` if `rank` is in one of the groups not a member, or its own peer."""
+        for group in self.groups:
+            if not group.contains(mesh, rank):
+                group.members(mesh, rank)  # says why
+        stage = mesh.coordinate(rank).get("pp", 0)
+        if stage in self.stages:
+            raise PlanError(f"Rank {rank} (pp={stage}) sends to itself or receives from itself.")
+
+
+def color_ranks(
+    mesh: Mesh, classes: Sequence[Hashable], programs: Mapping[Hashable, fx.GraphModule]
+) -> Colors:
+    """The coarsest coloring that refines `classes`.
+
+    Raises `PlanError` if a program uses a group or a peer that its rank does not have.
+    """
+    by_class = {own: _Uses(mesh, program) for own, program in programs.items()}
+    uses = [by_class[own] for own in classes]
+    for rank, used in enumerate(uses):
+        used.check(mesh, rank)
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    colors = _numbered(classes)
+    while True:
+        spans = _spans(uses, coordinates, colors)
+        signatures = [
+            (
+                colors[rank],
+                tuple(spans[rank].items()),
+                tuple(colors[mesh.rank({**at, "pp": stage})] for stage in uses[rank].stages),
+            )
+            for rank, at in enumerate(coordinates)
+        ]
+        refined = _numbered(signatures)
+        if max(refined) == max(colors):
+            break
+        colors = refined
+    first = {color: rank for rank, color in reversed(list(enumerate(colors)))}
+    representatives = tuple(first[color] for color in range(max(colors) + 1))
+    return Colors(
+        tuple(colors),
+        representatives,
+        tuple(colors.count(color) for color in range(len(representatives))),
+        tuple(spans[rank] for rank in representatives),
+    )
+
+
+def _numbered(values: Sequence[Hashable]) -> list[int]:
+    """Equal values by equal numbers, counted by first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
+
+
+def _spans(
+    uses: Sequence[_Uses], coordinates: Sequence[Mapping[str, int]], colors: Sequence[int]
+) -> list[dict[str, tuple[int, ...]]]:
+    """Of each rank, for each group that it uses, the colors of the members.
+
+    Members are found by the coordinates that they share, never listed one by one for each rank.
+    """
+    found: dict[tuple[str, Hashable], set[int]] = defaultdict(set)
+    names: dict[str, Group] = {group.name: group for used in uses for group in used.groups}
+    keys: list[dict[str, Hashable]] = []
+    for rank, at in enumerate(coordinates):
+        own: dict[str, Hashable] = {}
+        for name, group in names.items():
+            axes = dict(group.parts)
+            if all(only is None or at.get(axis, 0) in only for axis, only in axes.items()):
+                own[name] = tuple(index for axis, index in at.items() if axis not in axes)
+                found[name, own[name]].add(colors[rank])
+        keys.append(own)
+    return [
+        {group.name: tuple(sorted(found[group.name, own[group.name]])) for group in used.groups}
+        for used, own in zip(uses, keys, strict=True)
+    ]
+
+
+def _check_sizes(mesh: Mesh, program: fx.GraphModule) -> None:
+    """A collective's number of members is that of its group, which is the same on all ranks."""
+    for module in graphs_below(program):
+        for node in module.graph.nodes:
+            position = _SIZE_ARGUMENT.get(COLLECTIVES.get(node.target, ""))
+            if position is None:
+                continue
+            parts = Group.parse(group_of(node)).parts
+            size = math.prod(mesh.axis_size(a) if at is None else len(at) for a, at in parts)
+            if node.args[position] != size:
+                raise PlanError(
+                    f"%{node.name} counts {node.args[position]} members of group "
+                    f"'{group_of(node)}', which has {size} on mesh {mesh}."
+                )

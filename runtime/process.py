@@ -1,0 +1,128 @@
+"""The process executor: one rank of a mesh as a real process on `torch.distributed`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from msc.codegen.emit import emit
+from msc.codegen.inductor import compile_graph
+from msc.ir.communication import used_channels, used_groups
+from msc.ir.errors import InputError
+from msc.ir.mesh import Mesh
+from msc.runtime.actions import LocalActions
+from msc.runtime.process_groups import ProcessGroups
+from msc.runtime.transport import GlooTransport, NativeTransport, Pending
+
+Backend = Literal["aten", "inductor"]
+
+
+class ProcessExecutor:
+    """Runs one rank's graph in this process.
+
+    backend: "aten" calls the ops one by one; "inductor" compiles each graph that computes only.
+    timeout: of the groups that are created; None takes the default of `torch.distributed`.
+
+    Creating it is collective: every rank of `mesh` must do so.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank_graph: fx.GraphModule,
+        backend: Backend = "aten",
+        timeout: timedelta | None = None,
+    ) -> None:
+        rank = dist.get_rank()
+        self.emitted = emit(rank_graph, "process", compile_graph if backend == "inductor" else None)
+        self.groups = ProcessGroups(
+            mesh, rank, used_groups(rank_graph), used_channels(rank_graph), timeout
+        )
+        self._rt = ProcessRank(mesh, rank, self.groups)
+        self._program = self.emitted.program
+        self._names = [node.name for node in rank_graph.graph.find_nodes(op="placeholder")]
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        """Run one step; `inputs` are the placeholders' values, in order.
+
+        Optimizer actions write into the parameters and moments that are given.
+        """
+        if len(inputs) != len(self._names):
+            raise InputError(
+                f"Got {len(inputs)} inputs; the program takes {len(self._names)}: "
+                f"{', '.join(self._names)}."
+            )
+        with torch.no_grad():
+            return self._program(self._rt, list(inputs))
+
+
+class ProcessRank(LocalActions):
+    """`rt` of the process dialect."""
+
+    def __init__(self, mesh: Mesh, rank: int, groups: ProcessGroups) -> None:
+        super().__init__(mesh, rank)
+        self._groups = groups
+        self._transport = GlooTransport() if groups.backend == "gloo" else NativeTransport()
+
+    @staticmethod
+    def wait(pending: Pending) -> Any:
+        """Complete a communication and return its result."""
+        return pending.wait()
+
+    def all_gather(self, value: Tensor, size: int, group: str, site: str) -> Pending:
+        """Start an all-gather along dim 0."""
+        to = self._groups.group(group)
+        return _alone(value) if to.handle is None else self._transport.all_gather(value, to)
+
+    def reduce_scatter(self, value: Tensor, op: str, size: int, group: str, site: str) -> Pending:
+        """Start a reduce-scatter along dim 0."""
+        to = self._groups.group(group)
+        return _alone(value) if to.handle is None else self._transport.reduce_scatter(value, op, to)
+
+    def all_reduce(self, value: Tensor, op: str, group: str, site: str) -> Pending:
+        """Start an all-reduce."""
+        to = self._groups.group(group)
+        return _alone(value) if to.handle is None else self._transport.all_reduce(value, op, to)
+
+    def all_to_all(
+        self, value: Tensor, received: Sequence[int], sent: Sequence[int], group: str, site: str
+    ) -> Pending:
+        """Start an exchange of rows of dim 0: `sent[i]` of them to member i."""
+        to = self._groups.group(group)
+        if to.handle is None:
+            return _alone(value)
+        return self._transport.all_to_all(value, received, sent, to)
+
+    def send(self, values: Sequence[Tensor], stage: int, channel: str, site: str) -> Pending:
+        """Start sending to the rank at pp coordinate `stage`."""
+        to = self._groups.channel(channel, stage)
+        kept = [value.contiguous() for value in values]
+        works = [dist.isend(value, to.peer, group=to.handle, tag=to.tag) for value in kept]
+        return Pending(works, None, kept)
+
+    def recv(
+        self,
+        stage: int,
+        channel: str,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[torch.dtype],
+        site: str,
+    ) -> Pending:
+        """Start receiving from the rank at pp coordinate `stage`."""
+        source = self._groups.channel(channel, stage)
+        pairs = zip(shapes, dtypes, strict=True)
+        values = tuple(torch.empty(s, dtype=d, device=self._groups.device) for s, d in pairs)
+        works = [
+            dist.irecv(value, source.peer, group=source.handle, tag=source.tag) for value in values
+        ]
+        return Pending(works, values)
+
+
+def _alone(value: Tensor) -> Pending:
+    """A collective of one member; a copy, as a collective's result never shares its input."""
+    return Pending((), value.clone(memory_format=torch.contiguous_format))
