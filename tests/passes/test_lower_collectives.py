@@ -176,6 +176,13 @@ def test_grad_reduce_becomes_its_input() -> None:
     assert [node.op for node in gm.graph.nodes] == ["placeholder", "output"]
 
 
+def test_grad_reduce_has_the_strides_of_its_input() -> None:
+    """Otherwise a view that was traced behind it would not fit its input."""
+    gm = graph_of("grad_reduce", [torch.randn(2, 3, 4).permute(2, 0, 1)], axis="tp", size=2)
+    x, reduced, _ = gm.graph.nodes
+    assert reduced.meta["val"].stride() == x.meta["val"].stride() == (1, 12, 4)
+
+
 def test_local_ops_stay() -> None:
     attrs = {"dim": 0, "runs": [2], "axis": "tp", "size": 2, "index": None}
     gm = graph_of("shard", [torch.randn(4, 3)] * 2, **attrs, grad="pad")
