@@ -30,6 +30,7 @@ from msc.passes.normalize.input_free import ARGS_AT_BATCH_TWO
 SET_GRAD = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
 _DEVICE_ARGUMENTS = ("device", "pin_memory", "layout")
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 _PREFIX = "model."
 
 
@@ -101,6 +102,7 @@ class Builder:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             self._inline(node)
             return
+        self._refuse_collective(node)
         meta = self._metadata(node)
         value = node.meta.get("val")
         if not has_tensor(value):
@@ -123,6 +125,13 @@ class Builder:
         self._remember_sizes(node, new)
         self.env[node] = new
 
+    def _refuse_collective(self, node: fx.Node) -> None:
+        if isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES:
+            raise CaptureError(
+                f"The model communicates by itself at {where_exported(node)} ({node.target}). MSC "
+                "captures what one device computes, and adds all communication: remove it."
+            )
+
     def _remember_sizes(self, node: fx.Node, new: fx.Node) -> None:
         if all(has_tensor(source.meta.get("val")) for source in node.all_input_nodes):
             return
@@ -141,7 +150,7 @@ class Builder:
     def _inline(self, node: fx.Node) -> None:
         name = str(node.target)
         if name != SET_GRAD:
-            place = where_exported(node)
+            place = where_exported(self._first_call(node))
             if name == AUTOCAST:
                 raise CaptureError(
                     f"The model enters torch.autocast at {place}. A captured program computes in "
@@ -166,6 +175,14 @@ class Builder:
             else:
                 self._copy(inner, body)
         self.env[node] = results if enabled else [self._detached(result) for result in results]
+
+    def _first_call(self, region: fx.Node) -> fx.Node:
+        """The first call inside a region, which itself has no source line."""
+        for operand in region.args:
+            body = self.env.get(operand) if isinstance(operand, fx.Node) else None
+            if isinstance(body, fx.GraphModule):
+                return next((n for n in body.graph.nodes if n.op == "call_function"), region)
+        return region
 
     def _detached(self, value: Any) -> Any:
         if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], torch.Tensor):
