@@ -75,18 +75,23 @@ def check_rule(
     *,
     candidates: Sequence[tuple[str, Segments]] = (),
     constant: Sequence[int] = (),
+    uninitialized: bool = False,
     seed: int = 0,
 ) -> list[Strategy]:
     """Check every strategy of a rule over an axis of `size`; raise `RuleError` at the first fault.
 
     candidates: factors with segments, as in `strategies`.
     constant: places of operands that take no gradient.
+    uninitialized: the results' elements are arbitrary; only shapes are checked.
     Returns the strategies that were checked.
     """
     found = strategies(rule, len(call.operands), len(call.results), size, candidates)
     for strategy in found:
         try:
-            _check_strategy(call, rule, strategy, size, constant, seed)
+            ranks = _run_all(call, rule, strategy, size, constant, seed)
+            if not uninitialized:
+                _check_results(call, strategy, ranks)
+                _check_gradients(call, strategy, ranks, constant, seed)
         except RuleError as error:
             raise RuleError(
                 f"{call.target} on {[tuple(t.shape) for t in call.operands]}, {size} ranks, "
@@ -95,30 +100,30 @@ def check_rule(
     return found
 
 
-def _check_strategy(
+def _run_all(
     call: Call,
     rule: Rule,
     strategy: Strategy,
     size: int,
     constant: Sequence[int],
     seed: int,
-) -> None:
+) -> list[_Rank]:
     generator = torch.Generator().manual_seed(seed)
     parts = [
         [_leaf(part, index in constant) for part in _place(tensor, state, size, generator)]
         for index, (tensor, state) in enumerate(zip(call.operands, strategy.operands, strict=True))
     ]
-    ranks = [
+    return [
         _run(call, rule, strategy, size, rank, [part[rank] for part in parts])
         for rank in range(size)
     ]
+
+
+def _check_results(call: Call, strategy: Strategy, ranks: list[_Rank]) -> None:
     for index, (whole, state) in enumerate(zip(call.results, strategy.results, strict=True)):
-        _compare(
-            f"result {index}", _combine([r.results[index] for r in ranks], state, False), whole
-        )
-    maxima = any(state.value == Partial("max") for state in strategy.results)
-    if not maxima:  # all_reduce of a maximum has no gradient
-        _check_gradients(call, strategy, ranks, constant, generator)
+        what = f"result {index}"
+        found = _combine(what, [rank.results[index] for rank in ranks], state, False)
+        _compare(what, found, whole)
 
 
 def _place(
@@ -188,8 +193,11 @@ def _check_gradients(
     strategy: Strategy,
     ranks: list[_Rank],
     constant: Sequence[int],
-    generator: torch.Generator,
+    seed: int,
 ) -> None:
+    if any(state.value == Partial("max") for state in strategy.results):
+        return  # all_reduce of a maximum has no gradient
+    generator = torch.Generator().manual_seed(seed + 1)
     wholes = [_leaf(tensor, index in constant) for index, tensor in enumerate(call.operands)]
     left = iter(wholes)
     args, kwargs = _replace((call.args, dict(call.kwargs)), lambda _: next(left))
@@ -213,7 +221,8 @@ def _check_gradients(
         if not wholes[index].requires_grad:
             continue
         found = [rank.gradients[index] for rank in ranks]
-        _compare(f"gradient of operand {index}", _combine(found, state, True), expected[index])
+        what = f"gradient of operand {index}"
+        _compare(what, _combine(what, found, state, True), expected[index])
 
 
 def _gradients(
@@ -259,7 +268,9 @@ def _place_cotangent(
     return [cotangent] * size
 
 
-def _combine(parts: Sequence[torch.Tensor], state: State, gradient: bool) -> torch.Tensor:
+def _combine(
+    what: str, parts: Sequence[torch.Tensor], state: State, gradient: bool
+) -> torch.Tensor:
     """The whole of a value or gradient from what the ranks hold."""
     placement = state.grad if gradient else state.value
     found = [part.detach() for part in parts]
@@ -271,7 +282,7 @@ def _combine(parts: Sequence[torch.Tensor], state: State, gradient: bool) -> tor
         stacked = torch.stack(found)
         return stacked.amax(0) if placement.op == "max" else stacked.logsumexp(0)
     for rank, other in enumerate(found[1:], 1):
-        _compare(f"rank {rank}, replicated", other, found[0])
+        _compare(f"{what} on rank {rank}", other, found[0])
     return found[0]
 
 
@@ -289,7 +300,7 @@ def _compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
         close = found == expected
     if not bool(close.all()):
         wrong = int((~close).sum())
-        raise RuleError(f"{what} differs from the whole in {wrong} of {close.numel()} elements")
+        raise RuleError(f"{what} is wrong in {wrong} of {close.numel()} elements")
 
 
 def _tuple(value: Any) -> tuple[torch.Tensor, ...]:

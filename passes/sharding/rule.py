@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,11 +85,12 @@ class Rule:
     contracted: factor -> what a result that lacks it becomes when the factor is sharded: one
         reduction for all results, or one for each.
     whole: factors that cannot be sharded at all (the normalized dim of a norm).
-    contiguous: factors that cannot be split by segments, since a rank's part has to be an interval
-        (the rows of an embedding table, which `LocalCall.start` describes).
+    contiguous: factors that no segments may split, since a rank's part has to be an interval (the
+        rows of an embedding table, which `LocalCall.start` describes).
     linear: groups of operand positions in which the op is jointly linear; a group that is partial
         makes every result partial.
-    localize: rewrites target and arguments for local shapes; None keeps them.
+    localize: rewrites target and arguments for local shapes; None keeps them. The target may be a
+        plain function of ATen ops (a mean over a sharded dim is a sum, times a number).
     """
 
     operands: tuple[Dims, ...]
@@ -111,8 +112,8 @@ class Strategy:
     segments: Segments = 1
 
     def __str__(self) -> str:
-        name = self.factor or "-"
-        return f"{name}: {', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
+        operands, results = (", ".join(map(str, part)) for part in (self.operands, self.results))
+        return f"{self.factor or '-'}: {operands} -> {results}"
 
 
 def placement_of(dims: Dims, factor: str, segments: Segments = 1) -> Shard | None:
@@ -139,32 +140,42 @@ def placement_of(dims: Dims, factor: str, segments: Segments = 1) -> Shard | Non
 
 
 def factor_of(dims: Dims, placement: Shard) -> tuple[str, Segments] | None:
-    """The factor, with its segments, whose sharding gives `placement`; None if there is none."""
+    """The factor, with its segments, whose sharding gives `placement`; None if there is none.
+
+    The inverse of `placement_of`, for factors that can be split at all (longer than 1).
+    """
     if placement.dim >= len(dims):
         return None
     dim = dims[placement.dim]
-    if len(dim) != 1:
-        shared = set.intersection(*({name for name, _ in run} for run in dim))
-        for name in sorted(shared):
-            if placement_of(dims, name) == placement:
-                return name, 1
-        return None
-    (run,) = dim
-    if isinstance(placement.segments, tuple):
-        real = [(name, length) for name, length in run if length != 1]
-        inner = math.prod(length for _, length in real[1:])
-        if real and all(piece % inner == 0 for piece in placement.segments):
-            return real[0][0], tuple(piece // inner for piece in placement.segments)
-        return None
-    outer = 1
-    for name, length in run:
-        if length == 1:
-            continue
-        if placement.segments % outer == 0 and placement.segments < outer * length:
-            within = placement.segments // outer
-            return (name, within) if length % within == 0 else None
-        outer *= length
+    total = sum(math.prod(length for _, length in run) for run in dim)
+    pieces = placement.run_lengths(total)
+    for name in dict(dim[0]):
+        for segments in _segments_within(dim, name, pieces):
+            found = placement_of(dims, name, segments)
+            if found is not None and found.run_lengths(total) == pieces:
+                return name, segments
     return None
+
+
+def _segments_within(dim: Dim, name: str, pieces: tuple[int, ...]) -> Iterator[Segments]:
+    """Segments of a factor that may split a dim into runs of the lengths `pieces`."""
+    places: list[tuple[int, int, int]] = []  # what is major to it, its length, what is minor
+    for run in dim:
+        lengths = dict(run)
+        if name not in lengths:
+            return
+        at = list(lengths).index(name)
+        outer, inner = (math.prod(n for _, n in part) for part in (run[:at], run[at + 1 :]))
+        places.append((outer, lengths[name], inner))
+    within, rest = divmod(len(pieces), sum(outer for outer, _, _ in places))
+    if rest or not within:
+        return
+    if all(length % within == 0 and length > within for _, length, _ in places):
+        yield within
+    inner = places[0][2]
+    own = tuple(piece // inner for piece in pieces[:within]) if inner else ()
+    if min(own, default=0) > 1 and all(sum(own) == other for _, other, _ in places):
+        yield own
 
 
 def strategies(

@@ -168,7 +168,7 @@ def _split(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 def _split_sizes(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     shape = draw.shape(1, 3)
     dim = draw.dim(shape)
-    sizes = [draw.pick([1, 2, 4, 6]) for _ in range(draw.count(1, 3))]
+    sizes = [draw.pick([0, 2, 2, 4, 6]) for _ in range(draw.count(1, 3))]
     shape[dim] = sum(sizes)
     return draw.normal(shape), sizes, dim
 
@@ -193,7 +193,7 @@ def _cat(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     dim = draw.dim(shape)
     parts = []
     for _ in range(draw.count(1, 3)):
-        shape[dim] = draw.pick([1, 2, 4, 6])
+        shape[dim] = draw.pick([0, 2, 2, 4, 6])
         parts.append(draw.normal(shape))
     return parts, dim
 
@@ -264,6 +264,29 @@ def _index(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return draw.normal(shape), indices[: max(indexed) + 1]
 
 
+def _or_all(indices: list[torch.Tensor | None]) -> list[torch.Tensor | slice]:
+    return [slice(None) if index is None else index for index in indices]
+
+
+@samples(aten.index_put)
+def _index_put(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    x, indices = _index(draw, op)
+    given = [index for index in indices if index is not None]
+    if given[0].numel() > 1 and draw.flag():  # what is written twice is only defined if it adds
+        values = draw.normal(draw.broadcast(list(x[tuple(_or_all(indices))].shape)))
+        return x, indices, values, True
+    return x, indices, draw.normal(()), False
+
+
+@samples(aten.index_add)
+def _index_add(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1)
+    dim = draw.dim(shape)
+    source = list(shape)
+    source[dim] = draw.length()
+    return draw.normal(shape), dim, draw.integers([source[dim]], shape[dim]), draw.normal(source)
+
+
 @samples(aten.gather)
 def _gather(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     shape = draw.shape(1)
@@ -328,7 +351,8 @@ def _reduce_all(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 
 def _reduced(draw: Draw) -> tuple[torch.Tensor, list[int], bool]:
     shape = [max(2, n) for n in draw.shape(1, 3)]
-    return draw.normal(shape), draw.dims(shape), draw.flag()
+    dims = draw.dims(shape)
+    return draw.normal(shape), dims[:1] if draw.flag() else dims, draw.flag()
 
 
 @samples(aten.sum.dim_IntList, aten.mean.dim)
@@ -351,7 +375,11 @@ def _var(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 @samples(aten.var.correction, aten.std.correction, aten.var_mean.correction)
 def _var_correction(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     x, dims, keepdim = _reduced(draw)
-    return x, draw.pick([dims, None]), {"correction": draw.pick([0, 1]), "keepdim": keepdim}
+    return (
+        x,
+        draw.pick([dims[:1], dims, None]),
+        {"correction": draw.pick([0, 1]), "keepdim": keepdim},
+    )
 
 
 @samples(aten.max.dim, aten.min.dim, aten.any.dim, aten.all.dim, aten.prod.dim_int)
@@ -390,7 +418,10 @@ def _softmax(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 @samples(aten.diff)
 def _diff(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     shape = [max(3, n) for n in draw.shape(1, 3)]
-    return draw.normal(shape), draw.pick([1, 2]), draw.dim(shape)
+    dim = draw.dim(shape)
+    before = [1 if d == dim % len(shape) else n for d, n in enumerate(shape)]
+    ends = draw.pick([(), (draw.normal(before),), (None, draw.normal(shape))])
+    return draw.normal(shape), draw.pick([1, 2]), dim, *ends
 
 
 @samples(aten.topk)

@@ -22,7 +22,7 @@ MAX_ELEMENTS = 600
 
 @dataclass
 class Draw:
-    """Draws of one sample call: lengths that two and three ranks divide, and some that they don't."""
+    """Draws of one sample call: lengths that two and three ranks divide, and some that not."""
 
     data: st.DataObject
 
@@ -85,10 +85,15 @@ class Draw:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws calls of an op. `constant`: places of operands that take no gradient."""
+    """Draws calls of an op.
+
+    constant: places of operands that take no gradient.
+    uninitialized: the results' elements are arbitrary.
+    """
 
     arguments: Callable[[Draw, OpOverload], tuple[Any, ...]]
     constant: tuple[int, ...] = ()
+    uninitialized: bool = False
 
     def call(self, draw: Draw, op: OpOverload) -> Call:
         drawn = self.arguments(draw, op)
@@ -102,7 +107,9 @@ SAMPLERS: dict[OpOverload, Sampler] = {}
 Arguments = Callable[[Draw, OpOverload], tuple[Any, ...]]
 
 
-def samples(*ops: Any, constant: tuple[int, ...] = ()) -> Callable[[Arguments], Arguments]:
+def samples(
+    *ops: Any, constant: tuple[int, ...] = (), uninitialized: bool = False
+) -> Callable[[Arguments], Arguments]:
     """Register a function that draws the arguments of ops.
 
     It is called with a `Draw` and the op; it returns the positional arguments, and, if the last
@@ -113,7 +120,7 @@ def samples(*ops: Any, constant: tuple[int, ...] = ()) -> Callable[[Arguments], 
         for op in ops:
             overload = op if isinstance(op, OpOverload) else op.default
             assert overload not in SAMPLERS, f"{overload} has two samplers"
-            SAMPLERS[overload] = Sampler(arguments, constant)
+            SAMPLERS[overload] = Sampler(arguments, constant, uninitialized)
         return arguments
 
     return register

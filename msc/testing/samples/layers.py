@@ -87,6 +87,17 @@ def _einsum(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return equation, [draw.normal([lengths[letter] for letter in term]) for term in terms]
 
 
+@samples(aten.conv1d, aten.conv2d, aten.conv3d)
+def _convolution(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    rank = int(str(op)[len("aten.conv")])
+    groups, inner, outer = draw.pick([1, 1, 2, 6]), draw.pick([1, 2, 3, 6]), draw.pick([1, 2, 3])
+    x = draw.normal([draw.pick([1, 2, 3, 6]), groups * inner, *[4] * rank])
+    weight = draw.normal([groups * outer, inner, *[draw.pick([1, 2])] * rank])
+    bias = draw.normal([groups * outer]) if draw.flag() else None
+    stride, padding = [draw.pick([1, 2])] * rank, [draw.pick([0, 1])] * rank
+    return x, weight, bias, stride, padding, [1] * rank, groups
+
+
 @samples(aten.scaled_dot_product_attention)
 def _sdpa(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     b, r, g = draw.pick([1, 2, 6]), draw.pick([1, 2, 3]), draw.pick([1, 2, 3])

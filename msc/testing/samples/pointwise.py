@@ -259,6 +259,21 @@ def _new(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return draw.normal(draw.shape()), draw.shape()
 
 
+@samples(aten.empty.memory_format, uninitialized=True)
+def _empty(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    return (draw.shape(),)
+
+
+@samples(aten.new_empty, uninitialized=True)
+def _new_empty(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    return draw.normal(draw.shape()), draw.shape()
+
+
+@samples(aten.empty_like, uninitialized=True)
+def _empty_like(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    return (draw.values(draw.shape()),)
+
+
 @samples(aten.new_full)
 def _new_full(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return draw.normal(draw.shape()), draw.shape(), 7

@@ -187,6 +187,12 @@ def dims_of(shape: Sequence[int], prefix: str = "d") -> list[Dim]:
     return [dim_of(f"{prefix}{index}", length) for index, length in enumerate(shape)]
 
 
+def broadcast_dims(shape: Sequence[int], dims: Sequence[Dim]) -> Dims:
+    """Dims of a tensor that broadcasts to `dims`: the last ones, without those of length 1."""
+    own = dims[len(dims) - len(shape) :]
+    return tuple(EMPTY if length == 1 else dim for length, dim in zip(shape, own, strict=True))
+
+
 def parse_linear(text: str) -> list[list[str]]:
     """`"self other"`: jointly linear in both. `"self | other"`: linear in each of the two."""
     return [group.split() for group in text.split("|") if group.strip()]

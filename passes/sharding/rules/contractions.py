@@ -6,8 +6,14 @@ from dataclasses import replace
 
 from torch import ops
 
-from msc.passes.sharding.rule import Dims, Rule
-from msc.passes.sharding.rules.binding import EMPTY, Bound, dim_of, table_line
+from msc.passes.sharding.rule import LocalCall, Localized, Rule
+from msc.passes.sharding.rules.binding import (
+    Bound,
+    broadcast_dims,
+    dim_of,
+    table_line,
+    with_arguments,
+)
 from msc.passes.sharding.rules.notation import from_notation, line
 
 aten = ops.aten
@@ -34,39 +40,57 @@ def _linear(bound: Bound) -> Rule:
 
 
 def _einsum(bound: Bound) -> Rule | None:
-    """The equation says it all; None for a diagonal (a letter twice in one operand)."""
-    equation = str(bound.values["equation"]).replace(" ", "")
-    before, arrow, after = equation.partition("->")
+    """The equation says it all; None for `...` and for diagonals (a letter twice in a term)."""
+    before, arrow, after = str(bound.values["equation"]).replace(" ", "").partition("->")
     terms = before.split(",")
-    letters = [letter for term in terms for letter in term]
+    letters = "".join(terms)
     if not arrow:
-        after = "".join(sorted({c for c in letters if letters.count(c) == 1}))
-    if "." in equation or any(len(set(term)) != len(term) for term in terms):
+        after = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    if "." in letters or any(len(set(term)) != len(term) for term in terms):
         return None
     tensors = bound.tensors("tensors")
     lengths: dict[str, int] = {}
     for term, tensor in zip(terms, tensors, strict=True):
         for letter, length in zip(term, tensor.shape, strict=True):
             lengths[letter] = max(length, lengths.get(letter, 1))
-
-    def dims(term: str, shape: tuple[int, ...]) -> Dims:
-        return tuple(
-            dim_of(letter, length) if length == lengths[letter] else EMPTY
-            for letter, length in zip(term, shape, strict=True)
-        )
-
-    operands = [dims(term, tuple(t.shape)) for term, t in zip(terms, tensors, strict=True)]
+    full = [[dim_of(letter, lengths[letter]) for letter in term] for term in terms]
     rule = bound.rule(
-        {"tensors": operands},
-        [dims(after, bound.result_shape())],
+        {
+            "tensors": [
+                broadcast_dims(tuple(tensor.shape), dims)
+                for dims, tensor in zip(full, tensors, strict=True)
+            ]
+        },
+        [tuple(dim_of(letter, lengths[letter]) for letter in after)],
         contracted={letter: "sum" for letter in lengths if letter not in after},
-        linear=[["tensors"]] if len(terms) == 1 else [],
+        linear=[["tensors"]],
     )
-    return rule if len(terms) == 1 else _linear_in_each(rule)
+    # Jointly linear it would be with one operand; with several it is linear in each alone.
+    alone = frozenset[int]().union(*rule.linear)
+    return replace(rule, linear=tuple(frozenset([operand]) for operand in sorted(alone)))
 
 
-def _linear_in_each(rule: Rule) -> Rule:
-    return replace(rule, linear=tuple(frozenset([i]) for i in range(len(rule.operands))))
+def _convolution(bound: Bound) -> Rule | None:
+    """Samples, groups and channels; the places stay whole, as neighbours see each other."""
+    rank = len(bound.shape("weight")) - 2
+    if len(bound.shape("input")) != rank + 2:
+        return None
+    places = bound.result_shape()[2:]
+    before, window, after = "xyz"[:rank], "uvw"[:rank], "pqr"[:rank]
+    biased = bound.has_tensor("bias")
+    return from_notation(
+        bound,
+        f"n(gc){before},(go)c{window},(go)->n(go){after}",
+        whole=before + window + after + ("c" if biased else ""),
+        lengths={"g": int(bound.values["groups"]), **dict(zip(after, places, strict=True))},
+        linear="input bias | weight bias" if biased else "input | weight",
+        localize=_local_groups,
+    )
+
+
+def _local_groups(local: LocalCall) -> Localized:
+    channels, in_group = local.operand_shapes[0][1], local.operand_shapes[1][1]
+    return with_arguments(local, groups=channels // in_group)
 
 
 CONTRACTIONS = [
@@ -81,4 +105,5 @@ CONTRACTIONS = [
     table_line(_matmul, [aten.matmul]),
     table_line(_linear, [aten.linear]),
     table_line(_einsum, [aten.einsum]),
+    table_line(_convolution, [aten.conv1d, aten.conv2d, aten.conv3d]),
 ]

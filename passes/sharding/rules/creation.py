@@ -49,9 +49,9 @@ def _unrelated_names(bound: Bound) -> list[str]:
 
 
 CREATION = [
-    filled(aten.zeros, aten.ones, aten.full),
-    filled(aten.new_zeros, aten.new_ones, aten.new_full),
-    pointwise(aten.zeros_like, aten.ones_like, aten.full_like),
+    filled(aten.zeros, aten.ones, aten.full, aten.empty.memory_format),
+    filled(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
+    pointwise(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like),
     whole(aten.arange, aten.arange.start, aten.arange.start_step, aten.linspace, aten.eye),
     whole(aten.scalar_tensor),
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import ops
 
-from msc.passes.sharding.rule import Dim, LocalCall, Localized, Rule
+from msc.passes.sharding.rule import Dim, Dims, LocalCall, Localized, Rule
 from msc.passes.sharding.rules.binding import (
     Bound,
+    broadcast_dims,
     dim_of,
     dims_of,
     table_line,
@@ -80,38 +82,84 @@ def _index_select(bound: Bound) -> Rule:
     )
 
 
-def _index(bound: Bound) -> Rule | None:
-    """x[i, :, j]: indexed dims whole; the (broadcast) dims of the indices stand in their place.
+@dataclass(frozen=True)
+class _Indexed:
+    """x[i, :, j]: the dims of x, of the (broadcast) indices, and of what they pick.
 
-    They stand at the front if the indexed dims are not neighbours. None for a boolean index: the
-    result's length depends on data.
+    The indices' dims stand where the indexed ones stood; at the front, if those are no neighbours.
     """
-    shape = bound.shape("self")
-    entries = list(bound.values["indices"])
+
+    source: tuple[Dim, ...]
+    indices: list[Dims]
+    picked: tuple[Dim, ...]
+    indexed: tuple[int, ...]
+    index_rank: int
+
+
+def _indexed(bound: Bound) -> _Indexed | None:
+    """None for a boolean index: the number of elements that it picks depends on data."""
     tensors = bound.tensors("indices")
     if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors):
         return None
+    entries = bound.values["indices"]
     indexed = [d for d, entry in enumerate(entries) if entry is not None]
-    common = torch.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors))
-    picked = dims_of(common, "i")
-    dims = dims_of(shape)
-    kept = [d for d in range(len(shape)) if d not in indexed]
+    source = dims_of(bound.shape("self"))
+    rank = max(tensor.dim() for tensor in tensors)
+    common = [_length_at(tensors, d) for d in range(rank, 0, -1)]
+    index = dims_of(common, "i")
+    kept = [d for d in range(len(source)) if d not in indexed]
     neighbours = indexed == list(range(indexed[0], indexed[-1] + 1))
     front = indexed[0] if neighbours else 0
-    result = [*(dims[d] for d in kept[:front]), *picked, *(dims[d] for d in kept[front:])]
+    picked = [*(source[d] for d in kept[:front]), *index, *(source[d] for d in kept[front:])]
+    dims = [broadcast_dims(tuple(tensor.shape), index) for tensor in tensors]
+    return _Indexed(tuple(source), dims, tuple(picked), tuple(indexed), rank)
+
+
+def _length_at(tensors: Sequence[torch.Tensor], from_behind: int) -> int:
+    """The length that the tensors broadcast to at a dim counted from behind."""
+    lengths = [tensor.shape[-from_behind] for tensor in tensors if tensor.dim() >= from_behind]
+    return next((length for length in lengths if length != 1), 1)
+
+
+def _index(bound: Bound) -> Rule | None:
+    found = _indexed(bound)
+    if found is None:
+        return None
     return bound.rule(
-        {"self": tuple(dims), "indices": [_broadcast(t, picked) for t in tensors]},
-        [tuple(result)],
-        whole=[f"d{d}" for d in indexed],
+        {"self": found.source, "indices": found.indices},
+        [found.picked],
+        whole=[f"d{d}" for d in found.indexed],
         linear=[["self"]],
     )
 
 
-def _broadcast(tensor: torch.Tensor, common: list[Dim]) -> tuple[Dim, ...]:
-    own = common[len(common) - tensor.dim() :]
-    lengths = [1 if length == 1 else None for length in tensor.shape]
-    empty: Dim = ((),)
-    return tuple(empty if one else dim for dim, one in zip(own, lengths, strict=True))
+def _index_put(bound: Bound) -> Rule | None:
+    """Every rank writes all of what the indices name, in its part of the other dims."""
+    found = _indexed(bound)
+    if found is None:
+        return None
+    names = [f"d{d}" for d in found.indexed] + [f"i{d}" for d in range(found.index_rank)]
+    values = broadcast_dims(bound.shape("values"), found.picked)
+    return bound.rule(
+        {"self": found.source, "indices": found.indices, "values": values},
+        [found.source],
+        whole=names,
+        linear=[["self", "values"]],
+    )
+
+
+def _index_add(bound: Bound) -> Rule:
+    dim = bound.dim()
+    dims = dims_of(bound.shape("self"))
+    picked = dim_of("picked", bound.shape("source")[dim])
+    index = (picked,) if len(bound.shape("index")) else ()
+    source = (*dims[:dim], picked, *dims[dim + 1 :])
+    return bound.rule(
+        {"self": tuple(dims), "index": index, "source": source},
+        [tuple(dims)],
+        whole=[f"d{dim}", "picked"],
+        linear=[["self", "source"]],
+    )
 
 
 def _gather(bound: Bound) -> Rule:
@@ -143,31 +191,24 @@ def _one_hot(bound: Bound) -> Rule | None:
     return bound.rule({"self": tuple(dims)}, [(*dims, classes)], whole=["classes"])
 
 
-def _scatter(bound: Bound) -> Rule | None:
-    """Dims other than `dim` are shared, if index, source and result agree on them; else whole."""
-    shape, index_shape = bound.shape("self"), bound.shape("index")
+def _scatter(bound: Bound) -> Rule:
+    """Dims other than `dim` are shared where operands agree on them, and else whole."""
     dim = bound.dim()
-    dims, index = dims_of(shape), dims_of(index_shape, "i")
-    operands: dict[str, Any] = {}
-    source = dims_of(bound.shape("src"), "s") if bound.positions.get("src") else []
-    whole = [f"{prefix}{dim}" for prefix in "dis"]
-    for d in range(len(shape)):
-        if d == dim:
-            continue
-        if shape[d] == index_shape[d] and (not source or source[d] == dim_of(f"s{d}", shape[d])):
-            index[d] = dims[d]
-            if source:
-                source[d] = dims[d]
+    shapes = {n: bound.shape(n) for n in ("self", "index", "src") if bound.positions.get(n)}
+    operands = {name: dims_of(shape, name) for name, shape in shapes.items()}
+    whole: list[str] = []
+    for d in range(len(shapes["self"])):
+        if d != dim and len({shape[d] for shape in shapes.values()}) == 1:
+            for dims in operands.values():
+                dims[d] = operands["self"][d]
         else:
-            whole += [f"d{d}", f"i{d}", f"s{d}"]
-    operands = {"self": tuple(dims), "index": tuple(index)}
-    if source:
-        operands["src"] = tuple(source)
-    adds = bound.call.target is aten.scatter_add.default
+            whole += [f"{name}{d}" for name in operands]
     zero = bound.values.get("value") == 0
-    joint = ["self", "src"] if source else ["self"]
     return bound.rule(
-        operands, [tuple(dims)], whole=whole, linear=[joint] if adds or source or zero else []
+        {name: tuple(dims) for name, dims in operands.items()},
+        [tuple(operands["self"])],
+        whole=whole,
+        linear=[["self", "src"]] if "src" in operands else [["self"]] * zero,
     )
 
 
@@ -178,6 +219,8 @@ INDEXING = [
     table_line(_pad, [aten.pad, aten.constant_pad_nd]),
     table_line(_index_select, [aten.index_select]),
     table_line(_index, [aten.index.Tensor]),
+    table_line(_index_put, [aten.index_put]),
+    table_line(_index_add, [aten.index_add]),
     table_line(_gather, [aten.gather]),
     table_line(_scatter, [aten.scatter.src, aten.scatter.value, aten.scatter_add]),
     table_line(_one_hot, [aten.one_hot]),

@@ -21,7 +21,8 @@ def runs_of(lengths: Sequence[int]) -> tuple[Dim, list[Dim], list[str]]:
     parts = [dim_of("rest", length) for length in lengths]
     if len(set(lengths)) == 1:
         return ((("part", len(lengths)), ("rest", lengths[0])),), parts, ["part"]
-    return tuple((("rest", length),) for length in lengths), parts, []
+    whole = ["rest"] if 0 in lengths else []
+    return tuple((("rest", length),) for length in lengths), parts, whole
 
 
 def _split(bound: Bound) -> Rule | None:
@@ -29,8 +30,6 @@ def _split(bound: Bound) -> Rule | None:
     shape = bound.shape("self")
     dim = bound.dim()
     lengths = [result.shape[dim] for result in bound.results]
-    if 0 in shape or 0 in lengths:
-        return None
     joined, parts, whole = runs_of(lengths)
     dims = dims_of(shape)
 
@@ -70,8 +69,6 @@ def _cat(bound: Bound) -> Rule | None:
         return None
     dim = bound.dim(rank=rank)
     lengths = [shape[dim] for shape in shapes]
-    if 0 in lengths:
-        return None
     joined, parts, whole = runs_of(lengths)
     dims = dims_of(bound.result_shape())
     return bound.rule(

@@ -106,13 +106,15 @@ def _lengths(
     for tokens, shape in terms:
         for token, length in zip(_expand(tokens, len(shape)), shape, strict=True):
             if len(token) == 1:
-                known[token[0]] = max(known.get(token[0], 1), length)
+                before = known.get(token[0], 1)
+                known[token[0]] = length if before == 1 else before  # 1 broadcasts to any length
             else:
                 products.append((token, length))
     for token, length in products:
         unknown = [letter for letter in token if letter not in known]
         if len(unknown) == 1:
-            known[unknown[0]] = length // math.prod(known[t] for t in token if t in known)
+            inside = math.prod(known[letter] for letter in token if letter in known)
+            known[unknown[0]] = length // inside if inside else 0
     return known
 
 

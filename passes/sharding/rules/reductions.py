@@ -10,7 +10,15 @@ from torch import ops
 
 from msc.ir.placement import ReduceOp
 from msc.passes.sharding.rule import Dim, LocalCall, Localize, Localized, Rule
-from msc.passes.sharding.rules.binding import EMPTY, Bound, Line, dims_of, leaves, table_line
+from msc.passes.sharding.rules.binding import (
+    EMPTY,
+    Bound,
+    Line,
+    dim_of,
+    dims_of,
+    leaves,
+    table_line,
+)
 
 aten = ops.aten
 
@@ -97,19 +105,31 @@ def _mean(bound: Bound) -> Rule:
 
 def _along(bound: Bound, whole: list[int], linear: bool) -> Rule:
     dims = dims_of(bound.shape("self"))
-    results = []
-    for result in bound.results:
-        lengths = dims_of(tuple(result.shape))
-        results.append(
-            tuple(
-                dims_of(tuple(result.shape), "r")[d] if d in whole else lengths[d]
-                for d in range(len(dims))
-            )
+    results = [
+        tuple(
+            dim_of(f"r{d}", length) if d in whole else dims[d]
+            for d, length in enumerate(result.shape)
         )
+        for result in bound.results
+    ]
     names = [f"{prefix}{d}" for d in whole for prefix in "dr"]
     return bound.rule(
         {"self": tuple(dims)}, results, whole=names, linear=[["self"]] if linear else []
     )
+
+
+def _diff(bound: Bound) -> Rule:
+    """The dim is whole in what is diffed and in what is put before and behind it."""
+    dim = bound.dim()
+    result = dims_of(bound.result_shape())
+    operands = {}
+    whole = [f"d{dim}"]
+    for name in ("self", "prepend", "append"):
+        if bound.has_tensor(name):
+            own = dim_of(f"{name}{dim}", bound.shape(name)[dim])
+            operands[name] = (*result[:dim], own, *result[dim + 1 :])
+            whole.append(f"{name}{dim}")
+    return bound.rule(operands, [tuple(result)], whole=whole, linear=[[*operands]])
 
 
 REDUCTIONS = [
@@ -128,7 +148,7 @@ REDUCTIONS = [
     along(aten.softmax.int, aten.log_softmax.int, aten._softmax, aten._log_softmax, dims="dim"),
     along(aten._safe_softmax, aten.cumprod, aten.logcumsumexp, aten.cummax, dims="dim"),
     along(aten.cumsum, dims="dim", linear=True),
-    along(aten.diff, dims="dim", linear=True),
+    table_line(_diff, [aten.diff]),
     along(aten.topk, aten.sort, aten.sort.stable, aten.argsort, aten.argsort.stable, dims="dim"),
     along(aten.flip, aten.roll, dims="dims", linear=True),
     along_last(aten.tril, aten.triu, count=2, linear=True),
