@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,36 +17,36 @@ from msc.ir.mesh import Mesh
 from msc.runtime.process import Backend, ProcessExecutor
 
 TIMEOUT = timedelta(seconds=60)
-Programs = Callable[[int], fx.GraphModule]
 
 
-def run_processes(
-    mesh: Mesh,
-    programs: Programs,
-    inputs: Sequence[Sequence[Tensor]],
-    folder: Path,
-    backend: Backend = "aten",
-    steps: int = 1,
-) -> list[Any]:
-    """Each rank's result of the last of `steps` runs; `programs` is a function of a module."""
+@dataclass(frozen=True)
+class Job:
+    """One program for all ranks, with each rank's inputs; `programs` is a function of a module."""
+
+    mesh: Mesh
+    programs: Callable[[int], fx.GraphModule]
+    inputs: Sequence[Sequence[Tensor]]
+    backend: Backend = "aten"
+
+
+def run_processes(jobs: Sequence[Job], folder: Path) -> list[list[Any]]:
+    """For each job, each rank's result; one set of processes runs all jobs."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.save([list(own) for own in inputs], folder / "inputs.pt")
-    mp.spawn(
-        _rank, (mesh, programs, store.port, folder, backend, steps), nprocs=mesh.size, join=True
-    )
-    return [torch.load(folder / f"result_{rank}.pt") for rank in range(mesh.size)]
+    size = jobs[0].mesh.size
+    mp.spawn(_rank, (list(jobs), store.port, folder), nprocs=size, join=True)
+    results = [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+    return [[own[index] for own in results] for index in range(len(jobs))]
 
 
-def _rank(
-    rank: int, mesh: Mesh, programs: Programs, port: int, folder: Path, backend: Backend, steps: int
-) -> None:
+def _rank(rank: int, jobs: Sequence[Job], port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=mesh.size, timeout=TIMEOUT)
-    inputs = torch.load(folder / "inputs.pt")[rank]
-    executor = ProcessExecutor(mesh, programs(rank), backend)
-    for _ in range(steps):
-        result = executor.run(inputs)
-    torch.save(result, folder / f"result_{rank}.pt")
+    size = jobs[0].mesh.size
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    results = []
+    for job in jobs:
+        executor = ProcessExecutor(job.mesh, job.programs(rank), job.backend)
+        results.append(executor.run(job.inputs[rank]))
+    torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

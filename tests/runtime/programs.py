@@ -77,3 +77,19 @@ def accumulation(rank: int) -> fx.GraphModule:
         total = build.call(actions.accumulate, total, (part, None))
     first = parts[0]
     return build.done(build.item(total, 0), build.item(total, 1), first)
+
+
+def large_sum(rank: int) -> fx.GraphModule:
+    """An all-reduce of 640 kB."""
+    build = Builder()
+    x = build.input("x", 2, 40_000)
+    return build.done(all_reduce(build, x, "tp"))
+
+
+def twin_groups(rank: int) -> fx.GraphModule:
+    """Two groups of the same ranks, with collectives in flight on both."""
+    build = Builder()
+    x = build.input("x", 4)
+    first = build.call(C10D.all_reduce.default, x, "sum", "dp,tp")
+    second = build.call(C10D.all_gather_into_tensor.default, x, 2, "tp")
+    return build.done(build.wait(second), build.wait(first))
