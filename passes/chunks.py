@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from msc.ir.errors import PlanError
-from msc.ir.structure import Instance, Source, placeholders
+from msc.ir.structure import Instance, Source, output_nodes, placeholders
 from msc.passes.differentiate import Differentiated
 
 aten = torch.ops.aten
@@ -142,8 +142,15 @@ class ChunkBuilder:
     def build(self) -> Chunk:
         forward, others, saved = self._forward()
         chunk = Chunk(
-            self.index, self.instances, forward, None, self.parameters, others,
-            self.received, self.sent, self.has_loss,
+            self.index,
+            self.instances,
+            forward,
+            None,
+            self.parameters,
+            others,
+            self.received,
+            self.sent,
+            self.has_loss,
         )
         if any(self.blocks[i.block].programs.backward is not None for i in self.instances):
             chunk.backward = self._backward(saved, chunk)
@@ -239,7 +246,9 @@ class ChunkBuilder:
         modules: dict[str, fx.GraphModule] = {}
         parameters = {name: self._parameter(graph, name) for name in self.parameters}
         stored = [
-            _placeholder(graph, f"saved_{i}", {"val": node.meta["val"], "kind": "saved", "name": node.name})
+            _placeholder(
+                graph, f"saved_{i}", {"val": node.meta["val"], "kind": "saved", "name": node.name}
+            )
             for node, i in saved.items()
         ]
         gradients: dict[Key, fx.Node] = {}
@@ -252,7 +261,9 @@ class ChunkBuilder:
             chunk.received_gradients.append(key)
         by_parameter: dict[str, fx.Node] = {}
         for instance in reversed(self.instances):
-            self._call_backward(graph, modules, instance, parameters, stored, gradients, by_parameter)
+            self._call_backward(
+                graph, modules, instance, parameters, stored, gradients, by_parameter
+            )
         for key in self.received:
             if self.value_meta[key].get("differentiable") and key in gradients:
                 chunk.sent_gradients.append(key)
@@ -326,14 +337,13 @@ def _call(
 ) -> list[fx.Node]:
     """Call a graph and pick all its results."""
     node = graph.call_module(target, args)
-    (values,) = gm.graph.output_node().args
-    assert isinstance(values, (tuple, list))
-    node.meta = {"val": tuple(v.meta["val"] for v in values), "module_path": path}  # type: ignore[union-attr]
+    values = output_nodes(gm)
+    node.meta = {"val": tuple(v.meta["val"] for v in values), "module_path": path}
     results = []
     for index, value in enumerate(values):
         item = graph.call_function(operator.getitem, (node, index))
         keys = ("val", "placement", "grad_placement")
-        item.meta = {k: value.meta[k] for k in keys if k in value.meta}  # type: ignore[union-attr]
+        item.meta = {k: value.meta[k] for k in keys if k in value.meta}
         item.meta["module_path"] = path
         results.append(item)
     return results

@@ -1,6 +1,6 @@
 """Cut the forward graph into blocks: one graph for each distinct layer, and the prelude.
 
-    %norm = ...  # layers.0.norm            prelude:  %cos, %mask   (no parameter among the ancestors)
+    %norm = ...  # layers.0.norm            prelude:  %cos, %mask   (no parameter above them)
     %mlp  = ...  # layers.0.mlp       ->    block 1 "layers.0", instances layers.0, layers.1, ...
     %norm_1 = ...  # layers.1.norm          instances: sources of each parameter and value
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from msc.ir.structure import Instance, Source, Structure
+from msc.ir.structure import Instance, Source, Structure, output_nodes
 from msc.ir.values import operand_nodes, tensors_of
 
 _LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
@@ -50,7 +50,7 @@ def mark_differentiable(gm: fx.GraphModule) -> None:
 
 
 def _without_parameters(gm: fx.GraphModule) -> set[fx.Node]:
-    """Call nodes with no parameter among their ancestors. Random ops are keyed, so they count too."""
+    """Call nodes with no parameter among their ancestors. Random ops are keyed: they count too."""
     found: set[fx.Node] = set()
     tainted: set[fx.Node] = set()
     for node in gm.graph.nodes:
@@ -106,8 +106,7 @@ class _Cutter:
         self.gm = gm
         self.prelude_nodes = prelude
         self.segment_of = segment_of
-        (loss,) = gm.graph.output_node().args[0]  # type: ignore[misc]
-        self.loss: fx.Node = loss  # type: ignore[assignment]
+        (self.loss,) = output_nodes(gm)
         self.instance_of: dict[int, int] = {}
         self.output_index: dict[fx.Node, int] = {}
         self.prelude_outputs: dict[fx.Node, str] = {}

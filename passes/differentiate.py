@@ -137,14 +137,22 @@ class _Splitter:
         saved_nodes = [n for n in reads if n not in self.tangents.values()]
         results = [n for n in saved_nodes if n not in self.input_index]
         saved = tuple(
-            Saved(True, self.input_index[n]) if n in self.input_index else Saved(False, results.index(n))
+            Saved(True, self.input_index[n])
+            if n in self.input_index
+            else Saved(False, results.index(n))
             for n in saved_nodes
         )
         forward = self._forward(results)
         backward = self._backward(saved_nodes, tangents, backward_nodes, gradients)
         self._check_gradients(wanted, gradients)
         return Differentiated(
-            forward, backward, len(self.outputs), len(results), saved, tuple(tangents), tuple(gradients)
+            forward,
+            backward,
+            len(self.outputs),
+            len(results),
+            saved,
+            tuple(tangents),
+            tuple(gradients),
         )
 
     def _check_gradients(self, wanted: list[int], gradients: list[int]) -> None:
@@ -153,7 +161,7 @@ class _Splitter:
             if index not in gradients and names[index].users:
                 node = names[index]
                 raise VerifyError(
-                    f"differentiate: {node.meta['kind']} \"{node.meta.get('name', node.name)}\" is "
+                    f'differentiate: {node.meta["kind"]} "{node.meta.get("name", node.name)}" is '
                     "used and trainable, but its block has no gradient for it. "
                     "An op on its way to the loss has lost its gradient."
                 )

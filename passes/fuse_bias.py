@@ -41,10 +41,13 @@ class FuseBias(GraphPass):
             product, bias = node.args
             if not (_plain_linear(product) and isinstance(bias, fx.Node)):
                 continue
-            shape = tensor_of(product).shape  # type: ignore[arg-type]
-            if tensor_of(bias).shape != shape[-1:] or tensor_of(node).dtype != tensor_of(bias).dtype:
+            shape = tensor_of(product).shape
+            if (
+                tensor_of(bias).shape != shape[-1:]
+                or tensor_of(node).dtype != tensor_of(bias).dtype
+            ):
                 continue
-            self._fuse(gm, node, product, bias)  # type: ignore[arg-type]
+            self._fuse(gm, node, product, bias)
             changes += 1
         return changes
 

@@ -4,7 +4,7 @@
     %f0 = chunk0_forward(.., %x0)
     %b0 = chunk0_backward(..)
     %g = accumulate(None, %b0[1])              gradients summed over micro-batches
-    %r = all_reduce(flatten(%g), 'dp')         reduced once, over every axis on which they are partial
+    %r = all_reduce(flatten(%g), 'dp')         reduced once, over every axis that owes it
     %p = adamw(..)
 
 Ranks that differ only on dp or tp run the same graph; their coordinates are nodes.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -66,7 +66,10 @@ class _Builder:
         for token in self.tokens.values():
             self._act(actions.wait, token)
         gradients = self._reduce_gradients()
-        output = {"loss": self._reduce_loss(), "gradients": tuple(gradients.values())}
+        output: dict[str, Any] = {
+            "loss": self._reduce_loss(),
+            "gradients": tuple(gradients.values()),
+        }
         output |= self._optimizer(gradients)
         self.graph.output(output)
         gm = fx.GraphModule(self.modules, self.graph)
@@ -121,7 +124,9 @@ class _Builder:
         if self.settings.optimizer is not None:
             with self.unit.fake_mode:
                 val = torch.empty((), dtype=torch.int64)
-            self.inputs["step", ""] = self._placeholder("step", {"kind": "step", "name": "", "val": val})
+            self.inputs["step", ""] = self._placeholder(
+                "step", {"kind": "step", "name": "", "val": val}
+            )
 
     def _local_input(self, name: str, micro_batch: torch.Tensor) -> torch.Tensor:
         """All rows of the rank: those of a micro-batch, times their number."""
@@ -155,9 +160,7 @@ class _Builder:
         args = []
         for node in placeholders(prologue.gm):
             kind, name = node.meta["kind"], node.meta["name"]
-            args.append(
-                self._coordinate(name) if kind == "coordinate" else self.inputs[kind, name]
-            )
+            args.append(self._coordinate(name) if kind == "coordinate" else self.inputs[kind, name])
         outputs = prologue.gm.graph.output_node().args[0]
         val = tuple(node.meta["val"] for node in outputs)  # type: ignore[union-attr]
         call = self._call("prologue", prologue.gm, args, val)
@@ -211,12 +214,7 @@ class _Builder:
         chunk = self.chunk
         received = self._receive(chunk.received, self.stage - 1, gradient=False)
         args = [*self.parameters.values(), *self._others(step.micro_batch), *received]
-        sent, loss, saved = chunk.forward.graph.output_node().args[0]  # type: ignore[misc]
-        val = (
-            tuple(node.meta["val"] for node in sent),  # type: ignore[union-attr]
-            None if loss is None else loss.meta["val"],  # type: ignore[union-attr]
-            tuple(node.meta["val"] for node in saved),  # type: ignore[union-attr]
-        )
+        val = _values(chunk.forward)
         call = self._call(f"chunk{chunk.index}_forward", chunk.forward, args, val)
         if chunk.sent:
             values = self._pick(call, 0)
@@ -225,9 +223,7 @@ class _Builder:
             value = self._pick(call, 1)
             parts = (value,)
             total = self.loss
-            self.loss = self._act(
-                actions.accumulate, total, parts, val=(value.meta["val"],)
-            )
+            self.loss = self._act(actions.accumulate, total, parts, val=(value.meta["val"],))
         if chunk.backward is not None:
             stored = self._pick(call, 2)
             self.results[step.micro_batch] = [self._pick(stored, i) for i in range(len(val[2]))]
@@ -238,11 +234,7 @@ class _Builder:
             return
         received = self._receive(chunk.received_gradients, self.stage + 1, gradient=True)
         args = [*self.parameters.values(), *self.results.pop(step.micro_batch), *received]
-        sent, gradients = chunk.backward.graph.output_node().args[0]  # type: ignore[misc]
-        val = (
-            tuple(node.meta["val"] for node in sent),  # type: ignore[union-attr]
-            tuple(node.meta["val"] for node in gradients),  # type: ignore[union-attr]
-        )
+        val = _values(chunk.backward)
         call = self._call(f"chunk{chunk.index}_backward", chunk.backward, args, val)
         if chunk.sent_gradients:
             values = self._pick(call, 0)
@@ -343,3 +335,15 @@ class _Builder:
         )
         keys = ("parameters", "first_moments", "second_moments")
         return {key: self._pick(call, index) for index, key in enumerate(keys)}
+
+
+def _values(gm: fx.GraphModule) -> tuple[Any, ...]:
+    """The fake tensors that a chunk's graph returns, nested as it returns them."""
+
+    def value(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return item.meta["val"]
+        return None if item is None else tuple(map(value, item))
+
+    (returned,) = gm.graph.output_node().args
+    return tuple(map(value, cast(Sequence[Any], returned)))

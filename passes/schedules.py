@@ -1,4 +1,4 @@
-"""Pipeline schedules: in which order a stage runs the forwards and backwards of its micro-batches."""
+"""Pipeline schedules: the order of the forwards and backwards of a stage's micro-batches."""
 
 from __future__ import annotations
 

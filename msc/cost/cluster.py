@@ -49,7 +49,11 @@ class Cluster:
             except (OSError, json.JSONDecodeError) as error:
                 raise PlanError(f"Cluster file '{source}' cannot be read: {error}") from error
         known = {field.name for field in fields(cls)}
-        required = {f.name for f in fields(cls)} - {"node_latency_s", "network_latency_s", "launch_s"}
+        required = {f.name for f in fields(cls)} - {
+            "node_latency_s",
+            "network_latency_s",
+            "launch_s",
+        }
         if unknown := sorted(set(values) - known):
             raise PlanError(f"Cluster has unknown fields {unknown}. Known: {sorted(known)}.")
         if missing := sorted(required - set(values)):

@@ -37,7 +37,7 @@ def call_flops(
         left = operands[1] if "addmm" in name else operands[0]
         return 2 * results[0].numel() * left.shape[-1]
     if name.startswith("msc.attention"):
-        query, key = (operands[1:3] if "backward" in name else operands[0:2])
+        query, key = operands[1:3] if "backward" in name else operands[0:2]
         scores = math.prod(query.shape[:-1]) * key.shape[-2]
         return (10 if "backward" in name else 4) * scores * query.shape[-1]
     if name.startswith("aten.scaled_dot_product"):

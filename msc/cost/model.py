@@ -29,7 +29,7 @@ class CostModel:
         return flops / self.cluster.flops_per_s + memory_bytes / self.cluster.memory_bytes_per_s
 
     def collective(self, kind: str, payload_bytes: float, size: int) -> float:
-        """Cost of a ring collective over `size` neighbours on a value of `payload_bytes` (whole)."""
+        """Cost of a ring collective of `size` neighbours on a value of `payload_bytes` (whole)."""
         rounds = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}[kind]
         moved = rounds * payload_bytes * (size - 1) / size
         if self.cluster is None:

@@ -54,7 +54,7 @@ def send(values: Sequence[Any], stage: int, channel: str) -> Any:
 
 @_action
 def recv(stage: int, channel: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any]) -> Any:
-    """Start receiving tensors from the rank at pp coordinate `stage`; returns a token for `wait`."""
+    """Start receiving tensors from the rank at pp coordinate `stage`; gives a token for `wait`."""
     return _executed_only("recv")
 
 

@@ -44,7 +44,8 @@ class Mesh:
             return cls(tuple(spec.items()))
         if not isinstance(spec, str):
             raise PlanError(
-                f"A mesh is a string such as 'pp=2,tp=2', a dict or msc.Mesh, not {type(spec).__name__}."
+                "A mesh is a string such as 'pp=2,tp=2', a dict or msc.Mesh, "
+                f"not {type(spec).__name__}."
             )
         axes: list[tuple[str, int]] = []
         for part in filter(None, (piece.strip() for piece in spec.split(","))):
@@ -80,7 +81,9 @@ class Mesh:
             rank = rank * size + coordinate.get(name, 0)
         return rank
 
-    def peers(self, rank: int, axis: str, coordinates: Sequence[int] | None = None) -> tuple[int, ...]:
+    def peers(
+        self, rank: int, axis: str, coordinates: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
         """Ranks that differ from `rank` only on `axis`, in order of their coordinate there.
 
         `coordinates` selects a part of the axis (the stages that share a tied weight).

@@ -57,13 +57,15 @@ class Shard:
     def __str__(self) -> str:
         if self.segments == 1:
             return f"S{self.dim}"
-        inner = self.segments if isinstance(self.segments, int) else "+".join(map(str, self.segments))
+        inner = (
+            self.segments if isinstance(self.segments, int) else "+".join(map(str, self.segments))
+        )
         return f"S{self.dim}/{inner}"
 
 
 @dataclass(frozen=True)
 class Partial:
-    """The value is the reduction of the ranks' values: sum, max, or log of the sum of exponentials."""
+    """The value is the reduction of the ranks' values: sum, max, or log-sum-exp."""
 
     op: ReduceOp = "sum"
 
@@ -103,7 +105,8 @@ def sharded(dim: int, segments: Segments = 1) -> State:
 
 def shard_of(tensor: torch.Tensor, placement: Shard, size: int, index: int) -> torch.Tensor:
     """The part of a whole `tensor` that the rank at `index` of an axis of `size` holds."""
-    runs = tensor.split(placement.run_lengths(tensor.shape[placement.dim]), placement.dim)
+    lengths = placement.run_lengths(tensor.shape[placement.dim])
+    runs = torch.split(tensor, list(lengths), placement.dim)
     parts = [run.chunk(size, placement.dim)[index] for run in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
 
@@ -114,7 +117,7 @@ def unshard(parts: Sequence[torch.Tensor], placement: Shard) -> torch.Tensor:
     dim = placement.dim
     whole = sum(part.shape[dim] for part in parts)
     runs = [length // size for length in placement.run_lengths(whole)]
-    pieces = [part.split(runs, dim) for part in parts]
+    pieces = [torch.split(part, runs, dim) for part in parts]
     return torch.cat([pieces[rank][run] for run in range(len(runs)) for rank in range(size)], dim)
 
 
@@ -128,6 +131,9 @@ def from_torch(placement: Any) -> Placement:
         return Replicate()
     if isinstance(placement, torch_placements.Shard):
         return Shard(placement.dim)
-    if isinstance(placement, torch_placements.Partial) and placement.reduce_op in ("sum", "max"):
-        return Partial(placement.reduce_op)
+    if isinstance(placement, torch_placements.Partial):
+        if placement.reduce_op == "sum":
+            return Partial("sum")
+        if placement.reduce_op == "max":
+            return Partial("max")
     raise TypeError(f"{placement!r} is not a placement that MSC knows")

@@ -68,4 +68,4 @@ def output_nodes(gm: fx.GraphModule) -> list[fx.Node]:
     """The values that a block, prelude or forward graph returns, in order."""
     values = gm.graph.output_node().args[0]
     assert isinstance(values, (tuple, list))
-    return list(values)  # type: ignore[arg-type]
+    return list(values)

@@ -23,11 +23,14 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+# An op that runs a graph, such as a region under no_grad: how torch.export keeps such regions.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+
 # One overload of a torch op: what `torch.ops.msc.linear.default` is. Public only as a value.
 from torch._ops import OpOverload as OpOverload
 
-# Tensors with shape and dtype but no numbers, and the mode that makes them. torch.export takes them,
-# and no public constructor exists.
+# Tensors with shape and dtype but no numbers, and the mode that makes them. torch.export takes
+# them, and no public constructor exists.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
@@ -65,7 +68,6 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 def argument_names(op: OpOverload) -> dict[str, bool]:
     """The names of an op's arguments, each with whether it is keyword-only. Schemas are private."""
     return {argument.name: argument.kwarg_only for argument in op._schema.arguments}
-
 
 
 def add_each(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -130,6 +132,11 @@ def joint_graph(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphM
     return graph_module
 
 
+def _number(desc: Any) -> int:
+    """Which input or output it is: a field of all descriptors here, but not of their base class."""
+    return int(desc.idx)
+
+
 def joint_inputs(joint: fx.GraphModule) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
     """Placeholders of a joint graph: by input number, and tangents by output number."""
     primals: dict[int, fx.Node] = {}
@@ -139,9 +146,9 @@ def joint_inputs(joint: fx.GraphModule) -> tuple[dict[int, fx.Node], dict[int, f
             continue
         desc = node.meta["desc"]
         if isinstance(desc, TangentAOTInput):
-            tangents[desc.output.idx] = node
+            tangents[_number(desc.output)] = node
         else:
-            primals[desc.idx] = node
+            primals[_number(desc)] = node
     return primals, tangents
 
 
@@ -152,7 +159,7 @@ def joint_outputs(joint: fx.GraphModule) -> tuple[dict[int, Any], dict[int, Any]
     gradients: dict[int, Any] = {}
     for value, desc in zip(node.args[0], node.meta["desc"], strict=True):  # type: ignore[arg-type]
         if isinstance(desc, GradAOTOutput):
-            gradients[desc.grad_of.idx] = value
+            gradients[_number(desc.grad_of)] = value
         elif isinstance(desc, PlainAOTOutput):
             outputs[desc.idx] = value
         elif desc is not None:

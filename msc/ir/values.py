@@ -1,17 +1,17 @@
 """What is known of a graph's values: the keys of `node.meta` that MSC reads and writes.
 
-    val             a fake tensor (or a tuple of them): shape and dtype, local to a rank once sharded
-    placement       {axis: Placement}; an axis that is left out replicates
-    grad_placement  {axis: Placement} of the value's gradient; absent where there is none
-    module_path     "layers.0.mlp.down": the module that computed the value
-    source          "model.py:12 in forward": the user's line
-    phase           "forward", "backward"
-    kind            of a placeholder: "parameter", "buffer", "input", "coordinate", "rng", "value",
-                    "saved", "gradient", "optimizer", "step"
-    name            of a placeholder: the parameter's, buffer's or input's name as the user knows it
-    requires_grad   of a parameter: whether it trains
-    marks           {name: value} that a pass left for a later one, such as {"recompute": True}; they
-                    are part of the printed text, so setting one counts as a change
+val             a fake tensor (or a tuple of them): shape and dtype, local to a rank once sharded
+placement       {axis: Placement}; an axis that is left out replicates
+grad_placement  {axis: Placement} of the value's gradient; absent where there is none
+module_path     "layers.0.mlp.down": the module that computed the value
+source          "model.py:12 in forward": the user's line
+phase           "forward", "backward"
+kind            of a placeholder: "parameter", "buffer", "input", "coordinate", "rng", "value",
+                "saved", "gradient", "optimizer", "step"
+name            of a placeholder: the parameter's, buffer's or input's name as the user knows it
+requires_grad   of a parameter: whether it trains
+marks           {name: value} that a pass left for a later one, such as {"recompute": True}; they
+                are part of the printed text, so setting one counts as a change
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from msc.passes.sharding.calls import (
 from msc.passes.sharding.rule import Rule, Strategy, factor_of, shard_factor, strategies
 
 Conflict = Callable[[fx.Node, Value], bool]
-"""Called with a call and an operand that it needs whole. True: it will be, False: cannot be done."""
+"""Called with a call and an operand that it needs whole. True: it will be; False: it cannot be."""
 
 
 class NotSeparableError(Exception):
@@ -76,9 +76,7 @@ def propagate_batch(
     return plan
 
 
-def _choose(
-    node: fx.Node, size: int, states: dict[Value, State], whole: Conflict
-) -> Strategy:
+def _choose(node: fx.Node, size: int, states: dict[Value, State], whole: Conflict) -> Strategy:
     operands = operands_of(node)
     rule = rule_of(node)
     num_results = max(1, len(_results(node)))
@@ -108,9 +106,7 @@ def _sharded(rule: Rule, current: list[State], size: int) -> Strategy | None:
             return None
         for group in rule.linear:
             if partial <= group:
-                operands = tuple(
-                    PARTIAL if i in group else VARYING for i in range(len(current))
-                )
+                operands = tuple(PARTIAL if i in group else VARYING for i in range(len(current)))
                 return Strategy(operands, (PARTIAL,) * len(rule.results))
         return None
     factors = {factor_of(rule.operands[i], placement) for i, placement in shards.items()}
@@ -123,7 +119,7 @@ def _sharded(rule: Rule, current: list[State], size: int) -> Strategy | None:
 def _make_whole(
     node: fx.Node, operands: list[Value], states: dict[Value, State], whole: Conflict
 ) -> bool:
-    """Make one operand whole: rather a partial count than a partial loss, rather those than shards."""
+    """Make one operand whole: a partial count before a partial loss, shards last."""
 
     def rank(operand: Value) -> tuple[bool, bool]:
         return isinstance(states[operand].value, Shard), differentiable(operand)

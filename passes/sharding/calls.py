@@ -1,4 +1,4 @@
-"""Graph nodes as calls with rules: the view of a graph that propagation, search and partition share."""
+"""Graph nodes as calls with rules: what propagation, search and partition see of a graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def value_of(node: fx.Node) -> Value:
     """The tensor that a node stands for, seen through `operator.getitem`."""
     if node.op == "call_function" and node.target is operator.getitem:
         source, index = node.args
-        assert isinstance(source, fx.Node) and isinstance(index, int)
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
         return source, index % len(tensors_of(source))
     return node, 0
 

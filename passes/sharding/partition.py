@@ -218,9 +218,7 @@ class _Partitioner:
             for i, operand in enumerate(operands)
         ]
         results = tensors_of(node)
-        states = [
-            tuple(strategy.results[i] for strategy in chosen) for i in range(len(results))
-        ]
+        states = [tuple(strategy.results[i] for strategy in chosen) for i in range(len(results))]
         shapes = tuple(
             local_shape(result.shape, state, self.axes)
             for result, state in zip(results, states, strict=True)
@@ -254,7 +252,9 @@ class _Partitioner:
             self._type(item, state, has_gradient)
             self._record((node, index), state, item)
 
-    def _check_shapes(self, node: fx.Node, new: fx.Node, shapes: tuple[tuple[int, ...], ...]) -> None:
+    def _check_shapes(
+        self, node: fx.Node, new: fx.Node, shapes: tuple[tuple[int, ...], ...]
+    ) -> None:
         found = tuple(tuple(value.shape) for value in tensors_of(new))
         if found != shapes:
             raise VerifyError(
@@ -298,14 +298,13 @@ class _Partitioner:
         return gathers[::-1] + others
 
     def _has_gradient(self, value: Value) -> bool:
-        node, index = value
+        node, _ = value
         if isinstance(node.meta["val"], torch.Tensor):
             return differentiable(value)
-        count = len(tensors_of(node))
         return any(
             user.meta.get("differentiable", False)
             for user in node.users
-            if user.target is operator.getitem and user.args[1] % count == index
+            if user.target is operator.getitem and value_of(user) == value
         )
 
     def _sharded_copy(self, value: Value, wanted: States) -> fx.Node | None:
@@ -321,7 +320,7 @@ class _Partitioner:
                 continue
             if not isinstance(want.value, Shard) or isinstance(have.value, (Shard, Partial)):
                 return None
-            named = rule and factor_of(rule.results[0], want.value)
+            named = None if rule is None else factor_of(rule.results[0], want.value)
             if rule is None or named is None:
                 return None
             strategy = shard_factor(rule, *named, self.axes[i].size)
@@ -349,7 +348,14 @@ class _Partitioner:
             grad = "reduce_scatter" if want == VARYING else "shard"
             extra = (self.coordinate(name),) if grad == "shard" else ()
             return self.call(
-                msc_ops.all_gather.default, node, have.value.dim, runs, name, size, grad, *extra,
+                msc_ops.all_gather.default,
+                node,
+                have.value.dim,
+                runs,
+                name,
+                size,
+                grad,
+                *extra,
                 source=source,
             )
         if isinstance(have.value, Partial) and want in (REPLICATED, VARYING):
@@ -359,15 +365,27 @@ class _Partitioner:
         if have == PARTIAL and isinstance(want.value, Shard):
             runs = self._runs(shape, index, target, value)
             return self.call(
-                msc_ops.reduce_scatter.default, node, want.value.dim, runs, name, size,
+                msc_ops.reduce_scatter.default,
+                node,
+                want.value.dim,
+                runs,
+                name,
+                size,
                 source=source,
             )
         if have in (REPLICATED, VARYING) and isinstance(want.value, Shard):
             runs = self._runs(shape, index, target, value)
             grad = "all_gather" if have == REPLICATED else "pad"
             return self.call(
-                msc_ops.shard.default, node, want.value.dim, runs, name, size,
-                self.coordinate(name), grad, source=source,
+                msc_ops.shard.default,
+                node,
+                want.value.dim,
+                runs,
+                name,
+                size,
+                self.coordinate(name),
+                grad,
+                source=source,
             )
         if have == REPLICATED and want == VARYING:
             return self.call(msc_ops.grad_reduce.default, node, name, size, source=source)
@@ -462,9 +480,7 @@ class _GraphCall(LocalCall):
         if not names:
             return None
         indices = [self.partitioner.coordinate(name) for name in names]
-        return self._call(
-            msc_ops.global_coordinates.default, length, indices, sizes, segments
-        )
+        return self._call(msc_ops.global_coordinates.default, length, indices, sizes, segments)
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         node = self.partitioner.call(target, *args, source=self.node)

@@ -164,7 +164,9 @@ class _Program:
             penalty = self._parameter_penalty(node)
             options.append((REPLICATED, penalty))
             if trainable:
-                reduce = self.model.collective("all_reduce", nbytes(node.meta["val"]), self.axis.size)
+                reduce = self.model.collective(
+                    "all_reduce", nbytes(node.meta["val"]), self.axis.size
+                )
                 options.append((VARYING, penalty + reduce / self.num_micro_batches))
             options += [(state, 0.0) for state in shards]
         elif kind == "value":
@@ -237,7 +239,9 @@ class _Program:
                 leaving[a].append(flow)
                 arriving[r].append(flow)
                 if cost > 0:
-                    self._row([(self._move(value, a, r, cost * weight), 1.0), (flow, -1.0)], 0, np.inf)
+                    self._row(
+                        [(self._move(value, a, r, cost * weight), 1.0), (flow, -1.0)], 0, np.inf
+                    )
         for state, flows in leaving.items():
             self._row([*((f, 1.0) for f in flows), *((v, -1.0) for v in have[state])], 0, 0)
         for state, flows in arriving.items():
