@@ -42,6 +42,12 @@ def _view(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return draw.normal(shape), size
 
 
+@samples(aten.view_as, aten.reshape_as)
+def _view_as(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape()
+    return draw.normal(shape), draw.normal(_regrouped(draw, shape))
+
+
 @samples(aten.flatten.using_ints)
 def _flatten(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     shape = draw.shape(1)
@@ -323,6 +329,23 @@ def _scatter_number(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 def _scatter_add(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     x, dim, index = _scatter_arguments(draw)
     return x, dim, index * 0 + draw.integers(index.shape, x.shape[dim]), draw.normal(index.shape)
+
+
+@samples(aten.select_scatter)
+def _select_scatter(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1)
+    dim = draw.count(0, len(shape) - 1)
+    source = shape[:dim] + shape[dim + 1 :]
+    return draw.normal(shape), draw.normal(source), dim, draw.count(-shape[dim], shape[dim] - 1)
+
+
+@samples(aten.slice_scatter)
+def _slice_scatter(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1)
+    dim = draw.count(0, len(shape) - 1)
+    source = list(shape)
+    source[dim] = draw.count(1, shape[dim])
+    return draw.normal(shape), draw.normal(source), dim, 0, source[dim]
 
 
 @samples(aten.one_hot)

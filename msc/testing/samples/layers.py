@@ -72,6 +72,8 @@ def _matmul(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 def _linear(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     k, n = draw.length(), draw.length()
     x = draw.normal([*draw.shape(0, 2), k])
+    if draw.count(0, 4) == 0:
+        return x, draw.normal([k])
     bias = draw.pick([(), (draw.normal([n]),), (None,)])
     return x, draw.normal([n, k]), *bias
 

@@ -35,7 +35,13 @@ def _activation(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 
 
 @samples(
-    aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh_copy, aten.logical_not
+    aten.clone,
+    aten.contiguous,
+    aten.alias,
+    aten.detach,
+    aten.lift_fresh_copy,
+    aten.lift,
+    aten.logical_not,
 )
 def _any_dtype(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return (draw.values(draw.shape()),)
@@ -210,6 +216,22 @@ def _masked_fill(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 def _masked_fill_tensor(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     shape = draw.shape()
     return draw.normal(shape), draw.truths(draw.broadcast(shape)), draw.normal(())
+
+
+@samples(aten.copy, constant=(0, 1))
+def _copy(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape()
+    return draw.normal(shape), draw.normal(draw.broadcast(shape))
+
+
+@samples(aten.fill.Scalar)
+def _fill(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    return draw.normal(draw.shape()), 1.5
+
+
+@samples(aten.fill.Tensor)
+def _fill_tensor(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    return draw.normal(draw.shape()), draw.normal(())
 
 
 @samples(aten.dropout)

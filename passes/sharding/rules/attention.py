@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import ops
 
 from msc.passes.sharding.rule import Rule
-from msc.passes.sharding.rules.binding import Bound, table_line
+from msc.passes.sharding.rules.binding import Bound, derived
 from msc.passes.sharding.rules.notation import from_notation
 
 aten = ops.aten
@@ -33,4 +33,4 @@ def whole_within_groups(num_key_heads: int) -> str:
     return "r" if num_key_heads > 1 else ""
 
 
-ATTENTION = [table_line(_scaled_dot_product, [aten.scaled_dot_product_attention])]
+ATTENTION = [derived(_scaled_dot_product, aten.scaled_dot_product_attention)]

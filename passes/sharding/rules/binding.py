@@ -118,8 +118,8 @@ class Line:
     build: Build
 
 
-def table_line(build: Build, ops: Sequence[Any]) -> Line:
-    """A line for ops; an op without overload (`aten.mm`) stands for its `default`."""
+def derived(build: Build, *ops: Any) -> Line:
+    """A line for ops whose rule `build` derives; `aten.mm` stands for `aten.mm.default`."""
     return Line(tuple(op if isinstance(op, OpOverload) else op.default for op in ops), build)
 
 

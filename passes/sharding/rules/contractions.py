@@ -10,8 +10,8 @@ from msc.passes.sharding.rule import LocalCall, Localized, Rule
 from msc.passes.sharding.rules.binding import (
     Bound,
     broadcast_dims,
+    derived,
     dim_of,
-    table_line,
     with_arguments,
 )
 from msc.passes.sharding.rules.notation import from_notation, line
@@ -102,8 +102,8 @@ CONTRACTIONS = [
     # What is added would be added once by each rank that holds a part of k.
     line("mn,mk,kn->mn", aten.addmm, whole="k", linear="self mat1 | self mat2"),
     line("bmn,bmk,bkn->bmn", aten.baddbmm, whole="k", linear="self batch1 | self batch2"),
-    table_line(_matmul, [aten.matmul]),
-    table_line(_linear, [aten.linear]),
-    table_line(_einsum, [aten.einsum]),
-    table_line(_convolution, [aten.conv1d, aten.conv2d, aten.conv3d]),
+    derived(_matmul, aten.matmul),
+    derived(_linear, aten.linear),
+    derived(_einsum, aten.einsum),
+    derived(_convolution, aten.conv1d, aten.conv2d, aten.conv3d),
 ]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import ops
 
 from msc.passes.sharding.rule import Rule
-from msc.passes.sharding.rules.binding import Bound, Line, dims_of, table_line, with_arguments
+from msc.passes.sharding.rules.binding import Bound, Line, derived, dims_of, with_arguments
 from msc.passes.sharding.rules.pointwise import pointwise
 
 aten = ops.aten
@@ -24,7 +24,7 @@ def filled(*targets: Any) -> Line:
             localize=lambda local: with_arguments(local, size=list(local.result_shapes[0])),
         )
 
-    return table_line(build, targets)
+    return derived(build, *targets)
 
 
 def whole(*targets: Any) -> Line:
@@ -34,7 +34,7 @@ def whole(*targets: Any) -> Line:
         dims = dims_of(bound.result_shape())
         return bound.rule({}, [tuple(dims)], whole=[f"d{d}" for d in range(len(dims))])
 
-    return table_line(build, targets)
+    return derived(build, *targets)
 
 
 def _unrelated(bound: Bound) -> dict[str, Any]:

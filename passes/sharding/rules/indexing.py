@@ -12,9 +12,9 @@ from msc.passes.sharding.rule import Dim, Dims, LocalCall, Localized, Rule
 from msc.passes.sharding.rules.binding import (
     Bound,
     broadcast_dims,
+    derived,
     dim_of,
     dims_of,
-    table_line,
 )
 from msc.passes.sharding.rules.notation import line
 
@@ -182,6 +182,20 @@ def _gather(bound: Bound) -> Rule:
     )
 
 
+def _write_part(bound: Bound) -> Rule:
+    """select_scatter, slice_scatter: x with `src` in place of what a select or slice names."""
+    dim = bound.dim()
+    dims = dims_of(bound.shape("self"))
+    source_shape = bound.shape("src")
+    own = [dim_of("written", source_shape[dim])] if len(source_shape) == len(dims) else []
+    return bound.rule(
+        {"self": tuple(dims), "src": (*dims[:dim], *own, *dims[dim + 1 :])},
+        [tuple(dims)],
+        whole=[f"d{dim}", "written"],
+        linear=[["self", "src"]],
+    )
+
+
 def _one_hot(bound: Bound) -> Rule | None:
     """None where the number of classes depends on data."""
     if bound.values["num_classes"] < 0:
@@ -214,14 +228,15 @@ def _scatter(bound: Bound) -> Rule:
 
 INDEXING = [
     line("vd,...->...d", aten.embedding, whole="v", linear="weight"),
-    table_line(_select, [aten.select.int]),
-    table_line(_slice, [aten.slice.Tensor, aten.narrow]),
-    table_line(_pad, [aten.pad, aten.constant_pad_nd]),
-    table_line(_index_select, [aten.index_select]),
-    table_line(_index, [aten.index.Tensor]),
-    table_line(_index_put, [aten.index_put]),
-    table_line(_index_add, [aten.index_add]),
-    table_line(_gather, [aten.gather]),
-    table_line(_scatter, [aten.scatter.src, aten.scatter.value, aten.scatter_add]),
-    table_line(_one_hot, [aten.one_hot]),
+    derived(_select, aten.select.int),
+    derived(_slice, aten.slice.Tensor, aten.narrow),
+    derived(_pad, aten.pad, aten.constant_pad_nd),
+    derived(_index_select, aten.index_select),
+    derived(_index, aten.index.Tensor),
+    derived(_index_put, aten.index_put),
+    derived(_index_add, aten.index_add),
+    derived(_gather, aten.gather),
+    derived(_scatter, aten.scatter.src, aten.scatter.value, aten.scatter_add),
+    derived(_write_part, aten.select_scatter, aten.slice_scatter),
+    derived(_one_hot, aten.one_hot),
 ]

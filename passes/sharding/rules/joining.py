@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import ops
 
 from msc.passes.sharding.rule import Dim, LocalCall, Localized, Rule
-from msc.passes.sharding.rules.binding import Bound, dim_of, dims_of, table_line, with_arguments
+from msc.passes.sharding.rules.binding import Bound, derived, dim_of, dims_of, with_arguments
 
 aten = ops.aten
 
@@ -90,8 +90,8 @@ def _stack(bound: Bound) -> Rule:
 
 
 JOINING = [
-    table_line(_split, [aten.split.Tensor, aten.split.sizes, aten.split_with_sizes, aten.chunk]),
-    table_line(_unbind, [aten.unbind.int]),
-    table_line(_cat, [aten.cat, aten.concat]),
-    table_line(_stack, [aten.stack]),
+    derived(_split, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes, aten.chunk),
+    derived(_unbind, aten.unbind.int),
+    derived(_cat, aten.cat, aten.concat),
+    derived(_stack, aten.stack),
 ]

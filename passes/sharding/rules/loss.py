@@ -8,7 +8,7 @@ import torch
 from torch import ops
 
 from msc.passes.sharding.rule import LocalCall, Localized, Rule
-from msc.passes.sharding.rules.binding import Bound, Line, table_line, with_arguments
+from msc.passes.sharding.rules.binding import Bound, Line, derived, with_arguments
 from msc.passes.sharding.rules.notation import from_notation
 
 aten = ops.aten
@@ -32,7 +32,7 @@ def elementwise_loss(*targets: Any) -> Line:
             localize=_share_of_mean(bound) if bound.values["reduction"] == MEAN else None,
         )
 
-    return table_line(build, targets)
+    return derived(build, *targets)
 
 
 def _terms(bound: Bound, term: str, result: str = "...") -> str:
@@ -68,5 +68,5 @@ def _cross_entropy(bound: Bound) -> Rule | None:
 LOSS = [
     elementwise_loss(aten.mse_loss, aten.l1_loss, aten.smooth_l1_loss, aten.huber_loss),
     elementwise_loss(aten.binary_cross_entropy),
-    table_line(_cross_entropy, [aten.cross_entropy_loss, aten.nll_loss_nd]),
+    derived(_cross_entropy, aten.cross_entropy_loss, aten.nll_loss_nd),
 ]

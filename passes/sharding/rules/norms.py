@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import ops
 
 from msc.passes.sharding.rule import Dims, LocalCall, Localized, Rule
-from msc.passes.sharding.rules.binding import EMPTY, Bound, dims_of, table_line, with_arguments
+from msc.passes.sharding.rules.binding import EMPTY, Bound, derived, dims_of, with_arguments
 from msc.passes.sharding.rules.notation import from_notation
 
 aten = ops.aten
@@ -44,6 +44,6 @@ def _group_norm(bound: Bound) -> Rule:
 
 
 NORMS = [
-    table_line(_over_last, [aten.layer_norm, aten.native_layer_norm, aten.rms_norm]),
-    table_line(_group_norm, [aten.group_norm]),
+    derived(_over_last, aten.layer_norm, aten.native_layer_norm, aten.rms_norm),
+    derived(_group_norm, aten.group_norm),
 ]

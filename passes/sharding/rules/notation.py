@@ -23,8 +23,8 @@ from msc.passes.sharding.rules.binding import (
     Bound,
     Contracted,
     Line,
+    derived,
     parse_linear,
-    table_line,
 )
 
 Token = tuple[str, ...]
@@ -37,7 +37,7 @@ def line(text: str, *ops: Any, whole: str = "", linear: str = "") -> Line:
 
     whole: letters that cannot be sharded. linear: see `parse_linear`.
     """
-    return table_line(lambda bound: from_notation(bound, text, whole=whole, linear=linear), ops)
+    return derived(lambda bound: from_notation(bound, text, whole=whole, linear=linear), *ops)
 
 
 def from_notation(

@@ -7,7 +7,7 @@ from torch import ops
 import msc.ir.ops  # noqa: F401  registers them
 from msc.passes.sharding.rule import Dim, Dims, LocalCall, Localized, Rule
 from msc.passes.sharding.rules.attention import whole_within_groups
-from msc.passes.sharding.rules.binding import Bound, dims_of, table_line, with_arguments
+from msc.passes.sharding.rules.binding import Bound, derived, dims_of, with_arguments
 from msc.passes.sharding.rules.notation import from_notation
 
 msc_ops = ops.msc
@@ -90,10 +90,10 @@ def _rng_key(bound: Bound) -> Rule:
 
 
 OPAQUE = [
-    table_line(_linear, [msc_ops.linear]),
-    table_line(_embedding, [msc_ops.embedding]),
-    table_line(_attention, [msc_ops.attention]),
-    table_line(_nll_terms, [msc_ops.nll_terms]),
-    table_line(_dropout, [msc_ops.dropout]),
-    table_line(_rng_key, [msc_ops.rng_key]),
+    derived(_linear, msc_ops.linear),
+    derived(_embedding, msc_ops.embedding),
+    derived(_attention, msc_ops.attention),
+    derived(_nll_terms, msc_ops.nll_terms),
+    derived(_dropout, msc_ops.dropout),
+    derived(_rng_key, msc_ops.rng_key),
 ]

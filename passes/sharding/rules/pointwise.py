@@ -7,7 +7,7 @@ from typing import Any
 from torch import ops
 
 from msc.passes.sharding.rule import Rule
-from msc.passes.sharding.rules.binding import Bound, Line, table_line
+from msc.passes.sharding.rules.binding import Bound, Line, derived
 from msc.passes.sharding.rules.notation import from_notation
 
 aten = ops.aten
@@ -15,7 +15,7 @@ aten = ops.aten
 
 def pointwise(*targets: Any, linear: str = "") -> Line:
     """A line for pointwise ops. linear: see `parse_linear`."""
-    return table_line(lambda bound: _pointwise(bound, linear), targets)
+    return derived(lambda bound: _pointwise(bound, linear), *targets)
 
 
 def _pointwise(bound: Bound, linear: str) -> Rule:
@@ -29,7 +29,7 @@ def linear_with_zero(*targets: Any, scalar: str, linear: str) -> Line:
     def build(bound: Bound) -> Rule:
         return _pointwise(bound, linear if bound.values[scalar] == 0 else "")
 
-    return table_line(build, targets)
+    return derived(build, *targets)
 
 
 def _dropout(bound: Bound) -> Rule | None:
@@ -58,9 +58,17 @@ POINTWISE = [
     pointwise(aten.lerp.Scalar, linear="self end"),
     pointwise(aten.lerp.Tensor, linear="self end"),
     pointwise(
-        aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh_copy, linear="self"
+        aten.clone,
+        aten.contiguous,
+        aten.alias,
+        aten.detach,
+        aten.lift_fresh_copy,
+        aten.lift,
+        linear="self",
     ),
     pointwise(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy, linear="self"),
+    pointwise(aten.copy, linear="src"),
+    pointwise(aten.fill.Tensor, linear="value"),
     pointwise(aten.positive, aten.deg2rad, aten.rad2deg, linear="self"),
     pointwise(aten.where.self, linear="self other"),
     linear_with_zero(aten.where.ScalarOther, scalar="other", linear="self"),
@@ -68,8 +76,8 @@ POINTWISE = [
     pointwise(aten.where.Scalar),
     linear_with_zero(aten.masked_fill.Scalar, scalar="value", linear="self"),
     pointwise(aten.masked_fill.Tensor, linear="self value"),
-    table_line(_dropout, [aten.dropout]),
-    table_line(_like_other, [aten.type_as, aten.to.other]),
+    derived(_dropout, aten.dropout),
+    derived(_like_other, aten.type_as, aten.to.other),
     pointwise(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar, aten.square),
     pointwise(aten.sqrt, aten.rsqrt, aten.reciprocal, aten.exp, aten.exp2, aten.expm1),
     pointwise(aten.log, aten.log2, aten.log10, aten.log1p, aten.erf, aten.erfc, aten.xlogy.Tensor),
@@ -95,5 +103,5 @@ POINTWISE = [
     pointwise(aten.bitwise_and.Scalar, aten.bitwise_or.Scalar, aten.bitwise_xor.Scalar),
     pointwise(aten.bitwise_not, aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor),
     pointwise(aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar),
-    pointwise(aten.nan_to_num),
+    pointwise(aten.nan_to_num, aten.fill.Scalar),
 ]

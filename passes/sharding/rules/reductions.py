@@ -14,10 +14,10 @@ from msc.passes.sharding.rules.binding import (
     EMPTY,
     Bound,
     Line,
+    derived,
     dim_of,
     dims_of,
     leaves,
-    table_line,
 )
 
 aten = ops.aten
@@ -28,12 +28,12 @@ def reduction(*targets: Any, over: ReduceOp | None, linear: bool = False) -> Lin
 
     over: what the results are if a reduced dim is sharded; None if it has to be whole.
     """
-    return table_line(lambda bound: _reduction(bound, over, linear), targets)
+    return derived(lambda bound: _reduction(bound, over, linear), *targets)
 
 
 def along(*targets: Any, dims: str, linear: bool = False) -> Line:
     """A line for ops that need the dims that argument `dims` names whole, and keep all dims."""
-    return table_line(lambda bound: _along(bound, _reduced(bound, dims), linear), targets)
+    return derived(lambda bound: _along(bound, _reduced(bound, dims), linear), *targets)
 
 
 def along_last(*targets: Any, count: int, linear: bool = False) -> Line:
@@ -43,7 +43,7 @@ def along_last(*targets: Any, count: int, linear: bool = False) -> Line:
         rank = len(bound.shape("self"))
         return _along(bound, list(range(rank))[-count:], linear)
 
-    return table_line(build, targets)
+    return derived(build, *targets)
 
 
 def _reduced(bound: Bound, name: str = "dim") -> list[int]:
@@ -134,7 +134,7 @@ def _diff(bound: Bound) -> Rule:
 
 REDUCTIONS = [
     reduction(aten.sum, aten.sum.dim_IntList, over="sum", linear=True),
-    table_line(_mean, [aten.mean, aten.mean.dim]),
+    derived(_mean, aten.mean, aten.mean.dim),
     reduction(aten.amax, aten.max, over="max"),
     reduction(aten.logsumexp, over="logsumexp"),
     reduction(aten.amin, aten.min, aten.max.dim, aten.min.dim, over=None),
@@ -148,7 +148,7 @@ REDUCTIONS = [
     along(aten.softmax.int, aten.log_softmax.int, aten._softmax, aten._log_softmax, dims="dim"),
     along(aten._safe_softmax, aten.cumprod, aten.logcumsumexp, aten.cummax, dims="dim"),
     along(aten.cumsum, dims="dim", linear=True),
-    table_line(_diff, [aten.diff]),
+    derived(_diff, aten.diff),
     along(aten.topk, aten.sort, aten.sort.stable, aten.argsort, aten.argsort.stable, dims="dim"),
     along(aten.flip, aten.roll, dims="dims", linear=True),
     along_last(aten.tril, aten.triu, count=2, linear=True),

@@ -14,9 +14,9 @@ from msc.passes.sharding.rules.binding import (
     EMPTY,
     Bound,
     Line,
+    derived,
     dim_of,
     dims_of,
-    table_line,
     with_arguments,
 )
 
@@ -26,19 +26,22 @@ LocalizeView = Callable[[Bound, LocalCall], Localized]
 
 
 def regroup(*targets: Any, localize: LocalizeView | None = None) -> Line:
-    """A line for ops that keep the elements in their order: dims are merged and taken apart."""
+    """A line for ops that keep the elements in their order: dims are merged and taken apart.
 
-    def build(bound: Bound) -> Rule | None:
+    An operand `other` has the shape of the result.
+    """
+
+    def build(bound: Bound) -> Rule:
         before, after, whole = match_products(bound.shape("self"), bound.result_shape())
         return bound.rule(
-            {"self": before},
+            {"self": before, "other": after} if "other" in bound.values else {"self": before},
             [after],
             whole=whole,
             linear=[["self"]],
             localize=None if localize is None else lambda local: localize(bound, local),
         )
 
-    return table_line(build, targets)
+    return derived(build, *targets)
 
 
 def match_products(
@@ -152,7 +155,7 @@ def permutation(*targets: Any) -> Line:
         dims = dims_of(shape)
         return bound.rule({"self": tuple(dims)}, [tuple(dims[d] for d in order)], linear=[["self"]])
 
-    return table_line(build, targets)
+    return derived(build, *targets)
 
 
 def _expand(bound: Bound) -> Rule:
@@ -225,12 +228,12 @@ def _repeat_interleave(bound: Bound) -> Rule | None:
 VIEWS = [
     regroup(aten.view, aten._unsafe_view, localize=_to_size("size")),
     regroup(aten.reshape, localize=_to_size("shape")),
-    regroup(aten.flatten.using_ints, aten.unsqueeze),
+    regroup(aten.flatten.using_ints, aten.unsqueeze, aten.view_as, aten.reshape_as),
     regroup(aten.unflatten.int, localize=_unflatten_sizes),
     regroup(aten.squeeze, aten.squeeze.dim, aten.squeeze.dims, localize=_squeeze_named),
     permutation(aten.permute, aten.transpose.int, aten.t, aten.mT, aten.numpy_T, aten.adjoint),
     permutation(aten.movedim.int, aten.movedim.intlist, aten.swapaxes, aten.swapdims),
-    table_line(_expand, [aten.expand, aten.expand_as, aten.broadcast_to]),
-    table_line(_repeat, [aten.repeat]),
-    table_line(_repeat_interleave, [aten.repeat_interleave.self_int]),
+    derived(_expand, aten.expand, aten.expand_as, aten.broadcast_to),
+    derived(_repeat, aten.repeat),
+    derived(_repeat_interleave, aten.repeat_interleave.self_int),
 ]
