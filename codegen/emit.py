@@ -32,6 +32,7 @@ from typing import Any, Literal
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from msc.codegen.fast_calls import FAST_CALLS
 from msc.codegen.lifetime import last_uses, reuses_total, unpacked
 from msc.codegen.names import Namespace, Renderer, op_name
 from msc.codegen.pieces import cut_at_communication
@@ -242,7 +243,8 @@ class _Function:
         if node.target is operator.getitem:
             return f"{self._render.value(node.args[0])}[{self._render.value(node.args[1])}]"
         target: Any = node.target
-        function = self._namespace.bind(op_name(target), KERNELS.get(target, target))
+        fast = KERNELS.get(target) or FAST_CALLS.get(target, target)
+        function = self._namespace.bind(op_name(target), fast)
         return f"{function}({self._arguments(node)})"
 
     def _action(self, node: fx.Node) -> str:

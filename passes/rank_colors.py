@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -58,7 +59,7 @@ class _Uses:
 
 
 def color_ranks(
-    mesh: Mesh, classes: Sequence[Hashable], programs: Mapping[Hashable, fx.GraphModule]
+    mesh: Mesh, classes: Sequence[Hashable], programs: Mapping[Any, fx.GraphModule]
 ) -> Colors:
     """The coarsest coloring that refines `classes`.
 

@@ -158,7 +158,7 @@ class Simulation:
             heads = [queue[0] for queue in queues]
             kinds = {head.kind for head in heads}
             if len(kinds) == 1 and kinds <= {"send", "recv"}:
-                return  # both send or both receive: stuck, unless it is reported as a deadlock
+                return  # both send or both receive: neither can complete before the other
             if kinds != {"send", "recv"} and len(kinds) > 1:
                 raise self._mismatch(heads)
             if len({head.signature for head in heads}) > 1:

@@ -118,7 +118,7 @@ def test_arguments_of_every_kind() -> None:
     build.call(note, *values, val=None, axis=x)
     value = torch.ones(4)
     emit(build.done(None), "process").program(RT, [value])
-    expected = [*values]
+    expected: list[Any] = [*values]
     expected[5], expected[6] = [1, [value]], (value,)
     found, named = seen[-1]  # the first call is the builder's
     assert repr(found) == repr(tuple(expected))

@@ -141,7 +141,11 @@ def test_unlike_shapes_are_found() -> None:
 
 def test_sends_in_a_ring_are_found() -> None:
     def swap(other: int, there: str, back: str) -> Write:
-        return lambda b, x: (deliver(b, x, other, there), receive(b, other, back, 4))
+        def write(build: Builder, x: fx.Node) -> None:
+            deliver(build, x, other, there)
+            receive(build, other, back, 4)
+
+        return write
 
     assert failure("pp=2", swap(1, "forward", "backward"), swap(0, "backward", "forward")) == (
         "deadlock: no rank can go on.\n"
@@ -235,7 +239,10 @@ def test_ranks_of_one_class_with_unlike_peers_are_told_apart() -> None:
 def test_a_group_across_classes_is_simulated() -> None:
     """The classes split tp itself, as uneven shards do."""
     mesh = Mesh.parse("dp=2,tp=2")
-    graphs = [program(lambda b, x, op=op: all_reduce(b, x, "tp", op)) for op in ("sum", "max")]
+    graphs = [
+        program(lambda b, x: all_reduce(b, x, "tp")),
+        program(lambda b, x: all_reduce(b, x, "tp", "max")),
+    ]
     with pytest.raises(CommunicationError, match="ranks disagree on operation 0 of group 'tp'"):
         check_communication(mesh, lambda rank: graphs[rank % 2], lambda rank: rank % 2)
 
@@ -254,8 +261,8 @@ def test_the_work_does_not_grow_with_dp() -> None:
             asked.append(rank)
             return graphs[mesh.coordinate(rank)["pp"]]
 
-        check_communication(mesh, graph, lambda rank, m=mesh: m.coordinate(rank)["pp"])
         classes = [mesh.coordinate(rank)["pp"] for rank in range(mesh.size)]
+        check_communication(mesh, graph, classes.__getitem__)
         assert len(color_ranks(mesh, classes, dict(enumerate(graphs))).representatives) == 2
     assert asked == [0, 4, 0, 3000]
 

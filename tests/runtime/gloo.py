@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.multiprocessing.spawn as mp
 from torch import Tensor, fx
 
 from msc.ir.mesh import Mesh
@@ -31,18 +31,19 @@ class Job:
 
 def run_processes(jobs: Sequence[Job], folder: Path) -> list[list[Any]]:
     """For each job, each rank's result; one set of processes runs all jobs."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     size = jobs[0].mesh.size
-    mp.spawn(_rank, (list(jobs), store.port, folder), nprocs=size, join=True)
+    mp.start_processes(_rank, (list(jobs), folder), nprocs=size)  # type: ignore[no-untyped-call]
     results = [torch.load(folder / f"{rank}.pt") for rank in range(size)]
     return [[own[index] for own in results] for index in range(len(jobs))]
 
 
-def _rank(rank: int, jobs: Sequence[Job], port: int, folder: Path) -> None:
+def _rank(rank: int, jobs: Sequence[Job], folder: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     size = jobs[0].mesh.size
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    meeting = f"file://{folder}/store"
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=size, timeout=TIMEOUT
+    )
     results = []
     for job in jobs:
         executor = ProcessExecutor(job.mesh, job.programs(rank), job.backend)

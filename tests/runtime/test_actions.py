@@ -59,7 +59,8 @@ def test_a_sum_leaves_its_parts_alone(present: list[list[bool]]) -> None:
     assert torch.equal(one, torch.ones(3))
     for column, value in enumerate(total):
         count = sum(row[column] for row in present)
-        assert (value is None) if count == 0 else torch.equal(value, count * torch.ones(3))
+        expected = None if count == 0 else count * torch.ones(3)
+        torch.testing.assert_close(value, expected, rtol=0, atol=0)
 
 
 def test_a_bucket_holds_all_values_and_gives_them_back() -> None:
@@ -90,13 +91,14 @@ def optimizer_steps(
 def test_adamw_equals_torchs(absent: int | None) -> None:
     parameters, decay = randoms(0), [0.1, 0.0, 0.1]
     expected = optimizer_steps(parameters, absent, 5, decay)
-    moments = [[torch.zeros_like(value) for value in parameters] for _ in range(2)]
+    first, second = ([torch.zeros_like(value) for value in parameters] for _ in range(2))
     for step in range(5):
         gradients: list[torch.Tensor | None] = [*randoms(10 + step)]
         if absent is not None:
             gradients[absent] = None
         number = torch.tensor(step + 1)
-        found = adamw(parameters, gradients, *moments, number, 0.01, (0.8, 0.95), 1e-6, decay)
+        rest = (number, 0.01, (0.8, 0.95), 1e-6, decay)
+        found = adamw(parameters, gradients, first, second, *rest)
         assert all(a is b for a, b in zip(found[0], parameters, strict=True))
     torch.testing.assert_close(parameters, expected, rtol=1e-12, atol=1e-12)
 
