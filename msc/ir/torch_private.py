@@ -45,12 +45,21 @@ def num_returns(op: OpOverload) -> int:
     return len(op._schema.returns)
 
 
-def new_fake(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> FakeTensor:
-    """A contiguous fake tensor on the CPU.
+def new_fake(
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stride: Sequence[int] | None = None,
+) -> FakeTensor:
+    """A fake tensor on the CPU, contiguous unless `stride` is given.
 
     Ten times cheaper than `torch.empty` under the mode, which matters at one per node.
     """
-    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"))
+    if stride is None:
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+    else:
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta, torch.device("cpu"))
 
 
 def tensor_registries(
