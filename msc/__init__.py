@@ -42,7 +42,7 @@ PUBLIC = {
     "Replicate": "msc.ir.placement:Replicate",
     "Partial": "msc.ir.placement:Partial",
     "Cluster": "msc.cost:Cluster",
-    "AdamW": "msc.optimizers:AdamW",
+    "AdamW": "msc.ir.optimizer:AdamW",
     "Trainer": "msc.trainer:Trainer",
     "Pass": "msc.ir.pipeline:Pass",
     "GraphPass": "msc.ir.pipeline:GraphPass",

@@ -10,8 +10,10 @@ from torch import fx
 
 from msc.cost import CostModel
 from msc.ir.mesh import Mesh
+from msc.ir.optimizer import AdamW
 from msc.ir.passes import Unit
 from msc.ir.placement import State
+from msc.ir.printer import format_graph
 from msc.ir.structure import Structure
 from msc.passes.chunks import Block, Chunk, Key
 from msc.passes.differentiate import Differentiated
@@ -21,23 +23,13 @@ from msc.passes.sharding.search import Placed
 
 
 @dataclass(frozen=True)
-class OptimizerSpec:
-    """AdamW as the rank graph runs it; weight decay may differ by parameter."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-
-@dataclass(frozen=True)
 class Settings:
     """The options that the passes read."""
 
     mesh: Mesh
     micro_batches: int = 1
     schedule: str = "1f1b"
-    optimizer: OptimizerSpec | None = None
+    optimizer: AdamW | None = None
     cost: CostModel = field(default_factory=CostModel)
     bucket_bytes: int = 25 * 2**20
     separable: bool = True
@@ -79,9 +71,7 @@ class Compilation(Unit):
     input_shapes: dict[str, tuple[int, ...]]
     rank_graphs: list[fx.GraphModule]
 
-    def __init__(
-        self, forward: fx.GraphModule, settings: Settings, fake_mode: Any
-    ) -> None:
+    def __init__(self, forward: fx.GraphModule, settings: Settings, fake_mode: Any) -> None:
         super().__init__({"forward": forward})
         self.settings = settings
         self.fake_mode = fake_mode
@@ -96,9 +86,22 @@ class Compilation(Unit):
         self.differentiated = {}
         self.blocks = {}
         self.chunks = []
+        self.notes: list[str] = []
         self.stages_of = {}
         self.input_shapes = {}
         self.rank_graphs = []
+
+    def texts(self) -> dict[str, str]:
+        """The text of every graph, to be compared by `lines_changed`."""
+        return {name: format_graph(gm) for name, gm in self.graphs.items()}
+
+    def lines_changed(self, before: Mapping[str, str]) -> int:
+        """How many lines of the program's text are new since `before`."""
+        changed = 0
+        for name, text in self.texts().items():
+            old = set(before.get(name, "").splitlines())
+            changed += sum(line not in old for line in text.splitlines())
+        return changed + sum(name not in self.graphs for name in before)
 
     @property
     def prologue_names(self) -> list[str]:

@@ -13,6 +13,7 @@ from msc.passes.compilation import Compilation
 from msc.passes.cut import cut
 from msc.passes.differentiate import differentiate
 from msc.passes.fuse_bias import FuseBias
+from msc.passes.normalize import NORMALIZE
 from msc.passes.place import Place
 from msc.passes.rank_graph import build_rank_graph
 from msc.passes.shard import Shard
@@ -92,6 +93,7 @@ class CheckCommunication(UnitPass):
 
 TRAIN = Pipeline(
     [
+        *NORMALIZE,
         Cut(),  # first, so that everything after it is done once for each distinct block
         ShardBatch(),  # forced, hence before the search, which then sees local sizes
         Place(),

@@ -11,14 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from msc.ir.passes import BIT_EXACT, UnitPass
-from msc.ir.placement import Shard, State
-from msc.ir.structure import placeholders
+from msc.ir.placement import Replicate, Shard, State
 from msc.passes.compilation import Compilation
 from msc.passes.sharding.calls import Value
 from msc.passes.sharding.candidates import find_candidates
 from msc.passes.sharding.partition import Axis, parts
-from msc.passes.sharding.search import search
+from msc.passes.sharding.search import Placed, search
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Place(UnitPass):
     numerics: ClassVar[str] = BIT_EXACT
 
     def run(self, unit: Compilation) -> int:
+        before = unit.texts()
         settings = unit.settings
         size = settings.mesh.axis_size("tp")
         if size == 1:
@@ -36,7 +38,9 @@ class Place(UnitPass):
         batch_axes = settings.batch_axes
         count = len(batch_axes)
         strategies = {
-            name: {node: (strategy,) * count for node, strategy in unit.batch[name].strategies.items()}
+            name: {
+                node: (strategy,) * count for node, strategy in unit.batch[name].strategies.items()
+            }
             for name in unit.structure.blocks
         }
         states: dict[str, dict[Value, tuple[State, ...]]] = {
@@ -60,7 +64,13 @@ class Place(UnitPass):
             settings.micro_batches,
             lambda value: 1 / num_parts if value in sharded else 1.0,
         )
-        for gm in unit.structure.blocks.values():
-            for node in placeholders(gm):
-                node.meta["placement"] = {"tp": unit.placed.placeholders[node].value}
-        return len(unit.placed.placeholders)
+        _annotate(unit.placed)
+        return unit.lines_changed(before)
+
+
+def _annotate(placed: Placed) -> None:
+    """Show the placements in the text."""
+    results = {node: strategy.results[0] for node, strategy in placed.strategies.items()}
+    for node, state in (placed.placeholders | results).items():
+        if isinstance(node.meta["val"], torch.Tensor) and state.value != Replicate():
+            node.meta["placement"] = {**node.meta.get("placement", {}), "tp": state.value}

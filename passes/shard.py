@@ -29,6 +29,7 @@ class Shard(UnitPass):
     numerics: ClassVar[str] = "sums over sharded factors change their order"
 
     def run(self, unit: Compilation) -> int:
+        before = unit.texts()
         for name in unit.structure.blocks:
             unit.local[name] = _shard_block(unit, name)
         unit.local["prelude"] = _shard_prelude(unit)
@@ -40,7 +41,7 @@ class Shard(UnitPass):
             **{name: local.gm for name, local in unit.local.items()},
             **({"prologue": unit.local_prologue.gm} if unit.local_prologue else {}),
         }
-        return len(unit.graphs)
+        return unit.lines_changed(before)
 
 
 def _shard_block(unit: Compilation, name: str) -> Partitioned:
@@ -106,9 +107,7 @@ def _shard_prologue(unit: Compilation, gm: fx.GraphModule) -> Partitioned:
         }
         found = propagate_batch(gm, size, inputs, lambda node, operand: True)
         plan.strategies = {node: (strategy,) for node, strategy in found.strategies.items()}
-        plan.placeholders = {
-            node: (inputs.get(node, VARYING),) for node in placeholders(gm)
-        }
+        plan.placeholders = {node: (inputs.get(node, VARYING),) for node in placeholders(gm)}
     else:
         plan.strategies = {node: () for node in gm.graph.nodes if is_call(node)}
         plan.placeholders = {node: () for node in placeholders(gm)}

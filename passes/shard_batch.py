@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from msc.ir.passes import UnitPass
@@ -37,13 +38,25 @@ class ShardBatch(UnitPass):
     numerics: ClassVar[str] = "sums over samples change their order"
 
     def run(self, unit: Compilation) -> int:
-        size = parts(unit.settings.batch_axes)
-        worker = _BatchSharder(unit, size)
-        worker.run()
-        return worker.hoists + 1
+        before = unit.texts()
+        _BatchSharder(unit, parts(unit.settings.batch_axes)).run()
+        unit.graphs = {"prelude": unit.structure.prelude, **unit.structure.blocks}
+        if unit.prologue is not None:
+            unit.graphs["prologue"] = unit.prologue
+        _annotate(unit)
+        return unit.lines_changed(before)
 
 
-@dataclass
+def _annotate(unit: Compilation) -> None:
+    """Show the states in the text."""
+    axes = [axis.name for axis in unit.settings.batch_axes]
+    for name in ("prelude", *unit.structure.blocks):
+        for (node, index), state in unit.batch[name].states.items():
+            if index == 0 and isinstance(node.meta.get("val"), torch.Tensor):
+                shown = dict.fromkeys(axes, state.value) if state.value != VARYING.value else {}
+                node.meta["placement"] = shown
+
+
 class _Restart(Exception):
     """The graph was rewritten: propagate again."""
 
@@ -54,7 +67,6 @@ class _BatchSharder:
         self.structure: Structure = unit.structure
         self.size = size
         self.over_time = any(axis.name == "mb" for axis in unit.settings.batch_axes)
-        self.hoists = 0
         self.pristine = _copy(self.structure.prelude)
         self.hoisted: dict[str, None] = {}
         self.prelude_plan = BatchPlan()
@@ -100,7 +112,6 @@ class _BatchSharder:
             if placeholder.meta["kind"] == "step" and placeholder.meta["name"] == name:
                 return placeholder
         self.hoisted[name] = None
-        self.hoists += 1
         last = placeholders(gm)[-1] if placeholders(gm) else None
         anchor = last.next if last is not None else next(iter(gm.graph.nodes))
         with gm.graph.inserting_before(anchor):
@@ -121,9 +132,7 @@ class _BatchSharder:
         gm = structure.blocks[instance.block]
         nodes = placeholders(gm)
         while True:
-            states = {
-                node: self._source_state(s) for node, s in zip(nodes, sources, strict=True)
-            }
+            states = {node: self._source_state(s) for node, s in zip(nodes, sources, strict=True)}
             block = self._block_for(instance.block, states)
             if block is not None:
                 name, plan = block
@@ -136,9 +145,7 @@ class _BatchSharder:
                 continue
             name = self._register(instance.block, states, plan)
             break
-        structure.instances[instance.index] = replace(
-            instance, block=name, sources=tuple(sources)
-        )
+        structure.instances[instance.index] = replace(instance, block=name, sources=tuple(sources))
 
     def _source_state(self, source: Source) -> State:
         if source.kind == "block":
@@ -149,9 +156,7 @@ class _BatchSharder:
             return self.outputs[source.name][1]
         return VARYING
 
-    def _block_for(
-        self, block: str, states: dict[fx.Node, State]
-    ) -> tuple[str, BatchPlan] | None:
+    def _block_for(self, block: str, states: dict[fx.Node, State]) -> tuple[str, BatchPlan] | None:
         plan = self.unit.batch.get(block)
         if plan is None or any(plan.states[node, 0] != state for node, state in states.items()):
             return None
@@ -249,7 +254,8 @@ class _BatchSharder:
 
     def _prologue(self) -> None:
         live = {
-            node.meta["name"] for node in placeholders(self.structure.prelude)
+            node.meta["name"]
+            for node in placeholders(self.structure.prelude)
             if node.meta["kind"] == "step" and node.users
         }
         wanted = [name for name in self.hoisted if name in live]
@@ -280,5 +286,3 @@ def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     return copy_subgraph(placeholders(gm), calls, output_nodes(gm), lambda node: dict(node.meta))
-
-

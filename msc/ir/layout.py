@@ -1,0 +1,86 @@
+"""Where a program's parameters, buffers and inputs lie: what a rank needs beside its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from msc.ir.mesh import Mesh
+from msc.ir.placement import Shard, shard_of, unshard
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """A parameter: its whole shape, how mesh axes shard it, and which pipeline stages hold it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    stages: tuple[int, ...] = (0,)
+
+    def local(self, whole: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
+        """The part of the whole parameter that `rank` holds, as a tensor of its own."""
+        coordinate = mesh.coordinate(rank)
+        for axis, placement in self.shards.items():
+            whole = shard_of(whole, placement, mesh.axis_size(axis), coordinate[axis])
+        return whole.detach().clone(memory_format=torch.contiguous_format)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of every rank's part."""
+        shape = list(self.shape)
+        for axis, placement in self.shards.items():
+            shape[placement.dim] //= mesh.axis_size(axis)
+        return tuple(shape)
+
+    def owners(self, mesh: Mesh) -> list[int]:
+        """The ranks whose parts make the whole: the first copy of each."""
+        here = {name: 0 for name, _ in mesh}
+        if "pp" in here:
+            here["pp"] = self.stages[0]
+        ranks = [here]
+        for axis in self.shards:
+            ranks = [{**c, axis: i} for c in ranks for i in range(mesh.axis_size(axis))]
+        return [mesh.rank(coordinate) for coordinate in ranks]
+
+    def whole(self, parts: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+        """The whole tensor from the parts of `owners`, in order."""
+        tensors = list(parts)
+        for axis, placement in reversed(self.shards.items()):
+            size = mesh.axis_size(axis)
+            tensors = [
+                unshard(tensors[start : start + size], placement)
+                for start in range(0, len(tensors), size)
+            ]
+        return tensors[0]
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """A buffer that the loss reads; every rank that needs it holds it whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class InputLayout:
+    """An input of the global batch; `batch_dim` None means that every rank reads all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+
+    def local(self, whole: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
+        """The rows that `rank` works on: its dp coordinate's share of the batch."""
+        size = mesh.axis_size("dp")
+        if self.batch_dim is None or size == 1:
+            return whole
+        rows = whole.shape[self.batch_dim] // size
+        return whole.narrow(self.batch_dim, mesh.coordinate(rank)["dp"] * rows, rows)

@@ -1,0 +1,31 @@
+"""Optimizers as data: what the rank graph's optimizer action runs with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msc.ir.errors import PlanError
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (Loshchilov and Hutter, ICLR 2019), equal to `torch.optim.AdamW`.
+
+    lr: step size; betas: decay rates of the moments; eps: added to the root of the second moment;
+    weight_decay: decoupled, applied to every trainable parameter.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise PlanError(f"AdamW: lr is {self.lr!r}; it must be at least 0.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise PlanError(f"AdamW: betas are {self.betas!r}; they are two numbers in [0, 1).")
+        if not self.eps >= 0:
+            raise PlanError(f"AdamW: eps is {self.eps!r}; it must be at least 0.")
+        if not self.weight_decay >= 0:
+            raise PlanError(f"AdamW: weight_decay is {self.weight_decay!r}; it must be at least 0.")

@@ -1,0 +1,295 @@
+"""`msc.Program`: a compiled model, one rank graph per class of ranks, and how to run and save it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from msc.ir.errors import InputError, UserError
+from msc.ir.inline import inline
+from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
+from msc.ir.mesh import Mesh
+from msc.ir.optimizer import AdamW
+from msc.ir.printer import format_graph
+from msc.ir.serialize import fingerprint, graphs_to_json
+from msc.program_memory import memory_bytes
+from msc.report import CompileReport
+from msc.runtime.state import RankState
+from msc.runtime.virtual import VirtualExecutor
+
+if TYPE_CHECKING:
+    from msc.capture import Captured
+    from msc.capture.inputs import InputSpec
+
+BACKENDS = ("aten", "inductor")
+
+
+@dataclass
+class StepResult:
+    """One step of all ranks, put together.
+
+    loss: of the global batch; grads, params: whole tensors by name (params after the optimizer's
+    step, if there is an optimizer); state: what the next step starts from.
+    """
+
+    loss: Tensor
+    grads: dict[str, Tensor]
+    params: dict[str, Tensor]
+    state: list[RankState] = field(repr=False)
+
+
+class Program:
+    """A compiled program for every rank of a mesh.
+
+    `rank_graph(rank)` is the step of a rank, `graphs(rank)` its flat forward and backward graphs,
+    `run_virtual(batch)` one step of all ranks in this process, `save(dir)` what `msc.load` reads.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: Mesh,
+        rank_graphs: Sequence[fx.GraphModule],
+        parameters: Mapping[str, ParameterLayout],
+        buffers: Mapping[str, BufferLayout],
+        inputs: Sequence[InputLayout],
+        input_spec: InputSpec,
+        dtype: torch.dtype | None,
+        optimizer: AdamW | None,
+        micro_batches: int,
+        separable: bool,
+        backend: str,
+        report: CompileReport,
+        source: Captured | Mapping[str, Tensor] | None,
+    ) -> None:
+        self.mesh = mesh
+        self.rank_graphs = list(rank_graphs)
+        self.parameters = dict(parameters)
+        self.buffers = dict(buffers)
+        self.inputs = tuple(inputs)
+        self.input_spec = input_spec
+        self.dtype = dtype
+        self.optimizer = optimizer
+        self.micro_batches = micro_batches
+        self.separable = separable
+        self.backend = backend
+        self.report = report
+        self._source = source
+
+    # -- graphs
+
+    def stage_of(self, rank: int) -> int:
+        """The pipeline stage of a rank: ranks of one stage run the same graph."""
+        if not 0 <= rank < self.mesh.size:
+            raise UserError(
+                f"Rank {rank} is not in the mesh {self.mesh}, which has ranks 0 to "
+                f"{self.mesh.size - 1}."
+            )
+        return self.mesh.coordinate(rank).get("pp", 0)
+
+    def rank_graph(self, rank: int) -> fx.GraphModule:
+        """One training step of `rank`, in schedule order: actions, and calls of chunk graphs."""
+        return self.rank_graphs[self.stage_of(rank)]
+
+    def graphs(self, rank: int) -> dict[str, fx.GraphModule]:
+        """The rank's forward and backward graphs, flat, with every layer present."""
+        graph = self.rank_graph(rank)
+        names = {
+            str(node.target): None for node in graph.graph.nodes if node.op == "call_module"
+        }
+        return {name: inline(graph.get_submodule(name)) for name in names}  # type: ignore[arg-type]
+
+    def dump(self, folder: str | Path) -> None:
+        """Write the rank graph and the flat graphs of every rank as text; equal ranks share a file.
+
+        `index.txt` says which file is whose. For the result of every pass, set `MSC_DUMP=folder`
+        when compiling.
+        """
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        lines = [f"program on mesh {self.mesh}", ""]
+        for stage, graph in enumerate(self.rank_graphs):
+            first = next(r for r in range(self.mesh.size) if self.stage_of(r) == stage)
+            texts = {"step": format_graph(graph, f"one step of stage {stage}")}
+            texts |= {name: format_graph(gm, name) for name, gm in self.graphs(first).items()}
+            for name, text in texts.items():
+                (path / f"stage{stage}.{name}.txt").write_text(text + "\n")
+            lines.append(f"{self._ranks_of(stage)}: " + ", ".join(f"stage{stage}.{n}.txt" for n in texts))
+        (path / "index.txt").write_text("\n".join(lines) + "\n")
+
+    def _ranks_of(self, stage: int) -> str:
+        ranks = [r for r in range(self.mesh.size) if self.stage_of(r) == stage]
+        if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+            return f"ranks {ranks[0]}-{ranks[-1]}"
+        return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 64 else f"{len(ranks)} ranks"
+
+    def memory_bytes(self) -> list[int]:
+        """Predicted bytes of one rank of each stage: state, gradients, and saved activations."""
+        return [memory_bytes(graph) for graph in self.rank_graphs]
+
+    # -- values
+
+    def local_inputs(self, batch: Any, rank: int) -> dict[str, Tensor]:
+        """A rank's rows of a global batch, checked against what was compiled."""
+        tensors = self.flatten(batch)
+        return {
+            layout.name: layout.local(tensor, self.mesh, rank)
+            for layout, tensor in zip(self.inputs, tensors, strict=True)
+        }
+
+    def flatten(self, batch: Any) -> list[Tensor]:
+        """The tensors of a global batch; `InputError` if it is not what was compiled."""
+        tensors = self.input_spec.flatten(batch)
+        if self.dtype is None:
+            return tensors
+        return [t.to(self.dtype) if t.is_floating_point() else t for t in tensors]
+
+    def initial_state(self, rank: int, seed: int = 0) -> RankState:
+        """A rank's shards of the model's parameters. `seed` keys all random numbers of training."""
+        names = {
+            (node.meta["kind"], node.meta["name"])
+            for node in self.rank_graph(rank).graph.find_nodes(op="placeholder")
+        }
+        parameters = {
+            name: layout.local(self.read_parameter(name), self.mesh, rank)
+            for name, layout in self.parameters.items()
+            if ("parameter", name) in names
+        }
+        buffers = {n: self.read_buffer(n) for n in self.buffers if ("buffer", n) in names}
+        return RankState(parameters, buffers, seed=seed)
+
+    def read_parameter(self, name: str) -> Tensor:
+        """The whole initial value of a parameter; `UserError` if the model has none (meta)."""
+        return self._read("parameter", name)
+
+    def read_buffer(self, name: str) -> Tensor:
+        """The value of a buffer; `UserError` if the model has none (meta)."""
+        return self._read("buffer", name)
+
+    def _read(self, kind: str, name: str) -> Tensor:
+        if isinstance(self._source, Mapping):
+            value: Tensor | None = self._source.get(name)
+        elif self._source is None:
+            value = None
+        elif kind == "parameter":
+            value = self._source.read_parameter(name)
+        else:
+            value = self._source.read_buffer(name)
+        if value is None:
+            raise UserError(
+                f"The {kind} '{name}' has no values: the model was compiled on the meta device. "
+                "Compile a model with real parameters to run it, or load a saved state."
+            )
+        if self.dtype is not None and value.is_floating_point():
+            value = value.to(self.dtype)
+        return value.detach()
+
+    # -- running
+
+    @cached_property
+    def _virtual(self) -> VirtualExecutor:
+        return VirtualExecutor(self.mesh, self.rank_graph)
+
+    def run_virtual(
+        self, batch: Any, state: list[RankState] | None = None, seed: int = 0
+    ) -> StepResult:
+        """Run one step of all ranks in this process, in lock-step, with exact numerics.
+
+        `state` continues from an earlier result's; without it the step starts from the model's
+        parameters. The given states advance in place.
+        """
+        ranks = range(self.mesh.size)
+        if state is None:
+            state = [self.initial_state(rank, seed) for rank in ranks]
+        if len(state) != self.mesh.size:
+            raise InputError(f"state has {len(state)} ranks; the mesh has {self.mesh.size}.")
+        arguments = [
+            state[rank].arguments(self.rank_graph(rank), self.local_inputs(batch, rank))
+            for rank in ranks
+        ]
+        outputs = self._virtual.run(arguments)
+        for rank in ranks:
+            advance(state[rank], self.rank_graph(rank), outputs[rank])
+        grads: dict[str, Tensor] = {}
+        params: dict[str, Tensor] = {}
+        gradient_maps = [
+            dict(zip(self.rank_graph(rank).meta["gradients"], outputs[rank]["gradients"], strict=True))
+            for rank in ranks
+        ]
+        for name, layout in self.parameters.items():
+            if not layout.stages:
+                params[name] = self.read_parameter(name).clone()
+                continue
+            owners = layout.owners(self.mesh)
+            params[name] = layout.whole([state[r].parameters[name] for r in owners], self.mesh).clone()
+            if all(name in gradient_maps[r] for r in owners):
+                grads[name] = layout.whole([gradient_maps[r][name] for r in owners], self.mesh)
+        return StepResult(outputs[0]["loss"], grads, params, state)
+
+    def state_dict(self, params: Mapping[str, Tensor] | StepResult | None = None) -> dict[str, Tensor]:
+        """Whole parameters under every name that the plain module has, for its `load_state_dict`.
+
+        `params`: a step's result, or a mapping by name; without it the initial values.
+        """
+        values = params.params if isinstance(params, StepResult) else params
+        found: dict[str, Tensor] = {}
+        for name, layout in self.parameters.items():
+            value = values[name] if values is not None else self.read_parameter(name)
+            for alias in dict.fromkeys((name, *layout.aliases)):
+                found[alias] = value
+        if isinstance(self._source, Mapping) or self._source is None:
+            return found
+        module: nn.Module = self._source.module
+        return {**module.state_dict(), **found}
+
+    # -- identity
+
+    @cached_property
+    def serialized(self) -> dict[str, Any]:
+        """The rank graphs as plain data; equal programs have equal data."""
+        return graphs_to_json({f"stage{i}": g for i, g in enumerate(self.rank_graphs)})
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all that ranks must agree on before the first step."""
+        facts = {
+            "mesh": [list(axis) for axis in self.mesh],
+            "inputs": [[i.name, list(i.shape), str(i.dtype), i.batch_dim] for i in self.inputs],
+            "micro_batches": self.micro_batches,
+            "graphs": fingerprint(self.serialized),
+        }
+        return fingerprint(json.loads(json.dumps(facts)))
+
+    def save(self, folder: str | Path) -> None:
+        """Write the program, and the model's parameters if it has values, for `msc.load`."""
+        from msc.saving import save_program
+
+        save_program(self, folder)
+
+
+def advance(state: RankState, graph: fx.GraphModule, outputs: Mapping[str, Any]) -> None:
+    """Take a step's results over into a rank's state."""
+    names = graph.meta["gradients"]
+    if "parameters" in outputs:
+        state.parameters.update(zip(names, outputs["parameters"], strict=True))
+        for moment in ("first_moment", "second_moment"):
+            keys = [f"{moment}.{name}" for name in names]
+            state.moments.update(zip(keys, outputs[f"{moment}s"], strict=True))
+    state.step += 1
+
+
+def load(folder: str | Path, rank: int | None = None) -> Program:
+    """Read a program that `Program.save` wrote.
+
+    With `rank`, only that rank's graph and shards are read when they are needed.
+    """
+    from msc.saving import load_program
+
+    return load_program(folder, rank)

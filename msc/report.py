@@ -1,0 +1,196 @@
+"""What a compilation says about itself: how much each axis shards, what it sends, what fell back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from msc.cost.flops import call_flops, is_gemm, nbytes
+from msc.ir.structure import placeholders
+from msc.ir.values import operand_nodes, tensors_of
+from msc.passes.compilation import Compilation
+from msc.passes.sharding.calls import is_call, rule_of
+from msc.passes.sharding.rule import Strategy, factors
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """Facts about a compiled program.
+
+    sharded: axis -> {"flops", "parameters"}: the fraction that the axis divides among its ranks.
+        "flops" counts the forward; "parameters" counts bytes.
+    collectives: per pipeline stage, kind -> (calls per step, bytes per step of one rank).
+    fallbacks: calls that run whole on every tp rank though they could be large, with the reason.
+    notes: what the compiler did otherwise than a user might expect.
+    cpu_seconds: pass -> seconds; "capture" is the first.
+    """
+
+    sharded: Mapping[str, Mapping[str, float]]
+    collectives: tuple[Mapping[str, tuple[int, int]], ...]
+    fallbacks: tuple[str, ...]
+    notes: tuple[str, ...]
+    cpu_seconds: Mapping[str, float] = field(default_factory=dict)
+    distinct_blocks: int = 0
+    instances: int = 0
+    chunks: tuple[tuple[str, ...], ...] = ()
+    search_cost: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; without times, so that equal programs have equal reports."""
+        return {
+            "sharded": {axis: dict(found) for axis, found in self.sharded.items()},
+            "collectives": [
+                {k: list(v) for k, v in stage.items()} for stage in self.collectives
+            ],
+            "fallbacks": list(self.fallbacks),
+            "notes": list(self.notes),
+            "distinct_blocks": self.distinct_blocks,
+            "instances": self.instances,
+            "chunks": [list(chunk) for chunk in self.chunks],
+        }
+
+
+def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> CompileReport:
+    """Read the report of a finished compilation off its graphs and plans."""
+    seconds = {"capture": capture_seconds}
+    for record in unit.log:
+        seconds[record.name] = seconds.get(record.name, 0.0) + record.cpu_seconds
+    fallbacks = _fallbacks(unit)
+    return CompileReport(
+        sharded=_sharded(unit),
+        collectives=tuple(_collectives(gm) for gm in unit.rank_graphs),
+        fallbacks=tuple(fallbacks),
+        notes=(*notes, *unit.notes),
+        cpu_seconds=seconds,
+        distinct_blocks=len(unit.structure.blocks),
+        instances=len(unit.structure.instances),
+        chunks=tuple(
+            tuple(instance.path for instance in chunk.instances) for chunk in unit.chunks
+        ),
+        search_cost=unit.placed.cost if unit.placed else 0.0,
+    )
+
+
+def forward_flops(node: fx.Node) -> int:
+    """FLOPs of a call on its global shapes."""
+    operands = [tensors_of(o)[0] for o in operand_nodes(node) if tensors_of(o)]
+    return call_flops(node.target, operands, tensors_of(node))
+
+
+def _sharded(unit: Compilation) -> dict[str, dict[str, float]]:
+    mesh = unit.settings.mesh
+    result: dict[str, dict[str, float]] = {}
+    for axis in ("pp", "dp", "tp"):
+        if mesh.axis_size(axis) > 1:
+            result[axis] = {
+                "flops": _sharded_flops(unit, axis),
+                "parameters": _sharded_parameters(unit, axis),
+            }
+    return result
+
+
+def _sharded_flops(unit: Compilation, axis: str) -> float:
+    total = split = 0.0
+    for name, gm in unit.structure.blocks.items():
+        weight = unit.structure.counts.get(name, 0)
+        for node in gm.graph.nodes:
+            if not is_call(node):
+                continue
+            flops = forward_flops(node) * weight
+            total += flops
+            strategy: Strategy | None = None
+            if axis == "dp":
+                strategy = unit.batch[name].strategies[node]
+            elif axis == "tp" and unit.placed is not None:
+                strategy = unit.placed.strategies[node]
+            if axis == "pp" or (strategy is not None and strategy.factor is not None):
+                split += flops
+    prelude = sum(
+        forward_flops(node) for node in unit.structure.prelude.graph.nodes if is_call(node)
+    )
+    # the prelude is duplicated over pp and tp; over dp its rows are split
+    total += prelude
+    split += prelude if axis == "dp" else 0.0
+    return split / total if total else 1.0
+
+
+def _sharded_parameters(unit: Compilation, axis: str) -> float:
+    total = split = 0
+    seen: set[str] = set()
+    for instance in unit.structure.instances:
+        gm = unit.structure.blocks[instance.block]
+        for node, source in zip(placeholders(gm), instance.sources, strict=True):
+            if source.kind != "parameter" or source.name in seen:
+                continue
+            seen.add(source.name)
+            size = nbytes(node.meta["val"])
+            total += size
+            if axis == "pp":
+                split += size if len(unit.stages_of[source.name]) == 1 else 0
+            else:
+                state = unit.parameter_states[source.name].get(axis)
+                split += size if state is not None and hasattr(state.value, "dim") else 0
+    return split / total if total else 1.0
+
+
+def _fallbacks(unit: Compilation) -> list[str]:
+    """Calls that tp does not split: GEMMs, and ops that have no rule."""
+    if unit.placed is None:
+        return []
+    size = unit.settings.mesh.axis_size("tp")
+    found: dict[str, None] = {}
+    for gm in unit.structure.blocks.values():
+        for node in gm.graph.nodes:
+            if not is_call(node) or unit.placed.strategies[node].factor is not None:
+                continue
+            rule = rule_of(node)
+            where = node.meta.get("module_path") or node.name
+            op = str(node.target).removesuffix(".default")
+            if rule is None:
+                found[f"{where}: {op} has no sharding rule; it runs whole on every tp rank"] = None
+            elif is_gemm(node.target):
+                lengths = ", ".join(str(n) for n in dict.fromkeys(factors(rule).values()) if n > 1)
+                found[
+                    f"{where}: {op} runs whole on every tp rank: tp={size} does not split it evenly "
+                    f"(dims {lengths})"
+                ] = None
+    return list(found)
+
+
+def _collectives(gm: fx.GraphModule) -> dict[str, tuple[int, int]]:
+    """Kind -> (calls, bytes sent into the collective) of one step of one rank."""
+    memo: dict[int, dict[str, tuple[int, int]]] = {}
+
+    def count(module: fx.GraphModule) -> dict[str, tuple[int, int]]:
+        if id(module) in memo:
+            return memo[id(module)]
+        found: dict[str, tuple[int, int]] = {}
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                inner = count(module.get_submodule(str(node.target)))  # type: ignore[arg-type]
+                for kind, (calls, size) in inner.items():
+                    had = found.get(kind, (0, 0))
+                    found[kind] = (had[0] + calls, had[1] + size)
+            elif (kind := _kind(node)) is not None:
+                had = found.get(kind, (0, 0))
+                size = sum(
+                    nbytes(t) for o in node.all_input_nodes for t in tensors_of(o)
+                )
+                found[kind] = (had[0] + 1, had[1] + size)
+        memo[id(module)] = found
+        return found
+
+    return dict(sorted(count(gm).items()))
+
+
+def _kind(node: fx.Node) -> str | None:
+    name = str(node.target)
+    if name.startswith("_c10d_functional.") and "wait" not in name:
+        group = node.args[-1]
+        return f"{name.split('.')[1]} over {group}"
+    if getattr(node.target, "__name__", "") == "send":
+        return "send over pp"
+    return None

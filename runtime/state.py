@@ -1,0 +1,46 @@
+"""What a rank keeps from step to step, and the arguments of its program that come from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+
+@dataclass
+class RankState:
+    """Parameters and moments of one rank (its shards), buffers, and the number of steps taken."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    step: int = 0
+    seed: int = 0
+
+    def arguments(self, graph: fx.GraphModule, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """The values of a rank graph's placeholders for the next step, in order.
+
+        Moments start at zero. `inputs` are this rank's rows of each input.
+        """
+        values: list[Tensor] = []
+        for node in graph.graph.find_nodes(op="placeholder"):
+            kind, name = node.meta["kind"], node.meta["name"]
+            if kind == "parameter":
+                values.append(self.parameters[name])
+            elif kind == "optimizer":
+                if name not in self.moments:
+                    self.moments[name] = torch.zeros_like(self.parameters[name.partition(".")[2]])
+                values.append(self.moments[name])
+            elif kind == "buffer":
+                values.append(self.buffers[name])
+            elif kind == "input":
+                values.append(inputs[name])
+            elif kind == "rng":
+                values.append(torch.tensor([self.seed, self.step], dtype=torch.int64))
+            elif kind == "step":
+                values.append(torch.tensor(self.step + 1, dtype=torch.int64))
+            else:
+                raise KeyError(f"placeholder %{node.name} of kind '{kind}' has no source")
+        return values
