@@ -203,6 +203,33 @@ def test_sums_are_reused_only_where_nothing_else_reads_them() -> None:
     assert [value.tolist() for value in found] == [[2.0, 2.0], [3.0, 3.0]]
 
 
+@pytest.mark.parametrize(("returned", "reused"), [(False, 1), (True, 0)])
+def test_items_of_a_sum_are_reused_under_the_same_condition(returned: bool, reused: int) -> None:
+    build = Builder()
+    x = build.input("x", 2)
+    total = build.call(actions.accumulate, None, (x, x))
+    total = build.call(actions.accumulate, total, (x, x))
+    items = [build.item(total, index) for index in range(2)]
+    last = build.call(actions.accumulate, items, (x, x))
+    graph = build.done(build.item(last, 0), items[1] if returned else build.item(last, 1))
+    emitted = emit(graph, "process")
+    assert emitted.source.count("rt.accumulate_(") == reused
+    found = emitted.program(RT, [torch.ones(2)])
+    assert [value.tolist() for value in found] == [
+        [3.0, 3.0],
+        [2.0, 2.0] if returned else [3.0] * 2,
+    ]
+
+
+def test_items_that_nobody_reads_end_at_once() -> None:
+    build = Builder()
+    halves = build.call(ATEN.split.Tensor, build.input("x", 4), 2)
+    first, _ = build.item(halves, 0), build.item(halves, 1)
+    source = emit(build.done(build.call(ATEN.neg.default, first)), "process").source
+    assert "getitem, getitem_1 = aten_split_Tensor(x, 2)" in source
+    assert source.index("del x, getitem_1") < source.index("aten_neg")
+
+
 def test_opaque_ops_run_as_plain_functions() -> None:
     target = torch.ops.msc.linear.default
     build = Builder()

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as mp
 from torch import Tensor, fx
+from torch.multiprocessing.spawn import spawn
 
 from msc.ir.mesh import Mesh
 from msc.runtime.process import Backend, ProcessExecutor
@@ -32,7 +32,7 @@ class Job:
 def run_processes(jobs: Sequence[Job], folder: Path) -> list[list[Any]]:
     """For each job, each rank's result; one set of processes runs all jobs."""
     size = jobs[0].mesh.size
-    mp.start_processes(_rank, (list(jobs), folder), nprocs=size)  # type: ignore[no-untyped-call]
+    spawn(_rank, (list(jobs), folder), nprocs=size)  # type: ignore[no-untyped-call]
     results = [torch.load(folder / f"{rank}.pt") for rank in range(size)]
     return [[own[index] for own in results] for index in range(len(jobs))]
 

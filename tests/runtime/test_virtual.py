@@ -214,6 +214,39 @@ def test_writing_to_what_is_in_flight_is_reported() -> None:
     )
 
 
+def test_writing_before_the_wait_is_reported_though_the_result_is_there() -> None:
+    """Rank 1 starts last, so the collective has happened; on a real network it may go on."""
+
+    def write(build: Builder, x: fx.Node) -> Any:
+        start = build.call(C10D.all_reduce.default, x, "sum", "tp")
+        build.call(ATEN.mul_.Tensor, x, 2.0)
+        return build.wait(start)
+
+    text = failure(TP, lambda b, x: all_reduce(b, x, "tp"), write)
+    assert text.startswith("rank 1 wrote to the input of all_reduce(f64[4], sum) on 'tp'")
+
+
+@pytest.mark.parametrize("rendezvous", [False, True])
+def test_a_message_may_be_overwritten_after_its_wait_only(rendezvous: bool) -> None:
+    def sender(early: bool) -> Write:
+        def write(build: Builder, x: fx.Node) -> Any:
+            token = send(build, [x], 1, "forward")
+            if early:
+                build.call(ATEN.mul_.Tensor, x, 2.0)
+            build.call(actions.wait, token)
+            return build.call(ATEN.mul_.Tensor, x, 2.0)
+
+        return write
+
+    def receiver(build: Builder, x: fx.Node) -> Any:
+        return build.item(build.call(actions.wait, recv(build, 0, "forward", (4,))), 0)
+
+    executor = VirtualExecutor(PP, per_rank(sender(False), receiver), rendezvous=rendezvous)
+    assert torch.equal(executor.run(numbers(2))[1][0], numbers(2)[0][0])
+    text = failure(PP, sender(True), receiver, rendezvous=rendezvous)
+    assert text.startswith("rank 0 wrote to the input of send (f64[4]) to rank 1")
+
+
 def test_a_wrong_group_size_is_reported() -> None:
     write: Write = lambda b, x: all_gather(b, x, 3, "tp")  # noqa: E731
     assert failure(TP, write, write) == (
