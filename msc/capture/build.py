@@ -4,8 +4,8 @@
     %sym_size      = aten.sym_size.int(%ids, 0)    ->   %ids: i64[8,16] = placeholder
     %view          = aten.view(%x, [%sym_size, 8])      %view: f32[8,8] = aten.view(%x, [8, 8])
 
-Parameters, buffers and inputs become placeholders in this order, tied parameters one; symbolic sizes
-become those of the global batch; no_grad regions are inlined.
+Parameters, buffers and inputs become placeholders in this order, tied parameters one; symbolic
+sizes become those of the global batch; no_grad regions are inlined.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from msc.capture.sizes import DataDependentSize, Sizes, has_tensor
 from msc.capture.source import source_of
 from msc.ir.errors import CaptureError
-from msc.ir.torch_private import FakeTensorMode, OpOverload, argument_names
+from msc.ir.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, argument_names
 from msc.ir.values import where
-from msc.passes.normalize.input_free import ARGS_AT_BATCH_TWO
+from msc.passes.normalize.input_free import SIZES_AT_BATCH_TWO
 
 SET_GRAD = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
@@ -99,7 +99,7 @@ class Builder:
         if node.op == "get_attr":
             self.env[node] = getattr(owner, str(node.target))
             return
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             self._inline(node)
             return
         self._refuse_collective(node)
@@ -108,22 +108,34 @@ class Builder:
         if not has_tensor(value):
             self.env[node] = self._number(node, value)
             return
-        if node.target is operator.getitem and not isinstance(self.env[node.args[0]], fx.Node):
-            self.env[node] = self.env[node.args[0]][node.args[1]]  # a result of an inlined region
-            return
-        args, kwargs = self._map(node.args), self._map(node.kwargs)
+        if node.target is operator.getitem:
+            container, index = node.args
+            region = self.env[container]  # type: ignore[index]
+            if not isinstance(region, fx.Node):  # the results of an inlined region
+                self.env[node] = region[index]
+                return
         fake = self._fake(node, value)
-        if isinstance(node.target, OpOverload):
-            kwargs = _without_devices(node.target, args, kwargs, fake)
-        if self.lift_float32:
-            args, kwargs = _lift(args), _lift(kwargs)
+        args, kwargs = self._arguments(node, fake, self.sizes)
         new = self.graph.create_node("call_function", node.target, args, kwargs, node.name)
         new.meta = meta
-        if self.lift_float32:
-            fake = self._run(new)
-        new.meta["val"] = fake
-        self._remember_sizes(node, new)
+        new.meta["val"] = self._run(new) if self.lift_float32 else fake
+        if not all(has_tensor(source.meta.get("val")) for source in node.all_input_nodes):
+            _remember_sizes(new, self._arguments(node, fake, self.at_two))
         self.env[node] = new
+
+    def _arguments(self, node: fx.Node, fake: Any, sizes: Sizes) -> tuple[Any, Any]:
+        """The arguments of a node's copy, with the sizes of one batch size."""
+
+        def argument(source: fx.Node) -> Any:
+            value = source.meta.get("val")
+            if value is None or has_tensor(value):
+                return self.env[source]
+            return pytree.tree_map(sizes.number, value)
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
+        if isinstance(node.target, OpOverload):
+            kwargs = _without_devices(node.target, args, kwargs, fake)
+        return (_lift(args), _lift(kwargs)) if self.lift_float32 else (args, kwargs)
 
     def _refuse_collective(self, node: fx.Node) -> None:
         if isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES:
@@ -131,21 +143,6 @@ class Builder:
                 f"The model communicates by itself at {where_exported(node)} ({node.target}). MSC "
                 "captures what one device computes, and adds all communication: remove it."
             )
-
-    def _remember_sizes(self, node: fx.Node, new: fx.Node) -> None:
-        if all(has_tensor(source.meta.get("val")) for source in node.all_input_nodes):
-            return
-
-        def at_two(source: fx.Node) -> Any:
-            value = source.meta.get("val")
-            return self.env[source] if has_tensor(value) else self.at_two.number(value)
-
-        args, kwargs = fx.map_arg(node.args, at_two), fx.map_arg(node.kwargs, at_two)
-        if isinstance(node.target, OpOverload):
-            kwargs = _without_devices(node.target, args, kwargs, new.meta["val"])
-        if self.lift_float32:
-            args, kwargs = _lift(args), _lift(kwargs)
-        new.meta[ARGS_AT_BATCH_TWO] = (args, kwargs)
 
     def _inline(self, node: fx.Node) -> None:
         name = str(node.target)
@@ -158,9 +155,8 @@ class Builder:
                     "(model.to(torch.bfloat16))."
                 )
             raise CaptureError(f"The model uses {name} at {place}, which MSC cannot parallelize.")
-        enabled, body, *operands = (
-            self.env.get(a, a) if isinstance(a, fx.Node) else a for a in node.args
-        )
+        arguments: list[Any] = [self.env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        enabled, body, *operands = arguments
         values = iter(operands)
         for inner in body.graph.nodes:
             if inner.op == "placeholder":
@@ -189,7 +185,7 @@ class Builder:
             return value
         new = self.graph.call_function(torch.ops.aten.detach.default, (value,))
         new.meta = dict(value.meta)
-        new.meta.pop(ARGS_AT_BATCH_TWO, None)
+        new.meta.pop(SIZES_AT_BATCH_TWO, None)
         return new
 
     def _metadata(self, node: fx.Node) -> dict[str, Any]:
@@ -268,6 +264,15 @@ def _without_devices(
     if creates and names.get("dtype") and isinstance(value, torch.Tensor):
         result["dtype"] = value.dtype
     return result
+
+
+def _remember_sizes(node: fx.Node, at_two: tuple[Any, Any]) -> None:
+    sizes = dict(enumerate(pytree.tree_leaves(at_two)))
+    node.meta[SIZES_AT_BATCH_TWO] = {
+        index: sizes[index]
+        for index, leaf in enumerate(pytree.tree_leaves((node.args, node.kwargs)))
+        if not isinstance(leaf, fx.Node) and leaf != sizes[index]
+    }
 
 
 def _lift(value: Any) -> Any:

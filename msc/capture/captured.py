@@ -39,9 +39,9 @@ class BufferInfo:
 class Captured:
     """The forward graph of a model and its loss, on the shapes of the global batch.
 
-    Placeholders of `graph` stand in the order parameters, buffers, inputs, then `rng` if anything is
-    random; the output is `(loss,)`. Every value has the metadata of `msc.ir.values`, and
-    `graph.meta["fake_mode"]` is the mode of all fake tensors.
+    Placeholders of `graph` stand in the order parameters, buffers, inputs; normalization adds `rng`
+    if anything is random. The output is `(loss,)`. Every value has the metadata of
+    `msc.ir.values`, and `graph.meta["fake_mode"]` is the mode of all fake tensors.
     """
 
     graph: fx.GraphModule

@@ -52,15 +52,9 @@ def capture(
     wrapper = LossModule(model, spec, loss_fn)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError("loss_fn has parameters. Make it part of the model, so that they train.")
-    examples = _examples(mode, spec, tensors, batch, dtype)
+    examples = [fake_like(mode, tensor, dtype) for tensor in tensors]
     with fake_tensors(model, mode, dtype):
         program, note = export_loss(wrapper, examples, [info.batch_dim for info in spec.inputs])
-    notes = [note] if note else []
-    if note and batch == 1:
-        # The symbolic export used two samples; a fixed batch must be the real one.
-        examples = [fake_like(mode, tensor, dtype) for tensor in tensors]
-        with fake_tensors(model, mode, dtype):
-            program, _ = export_loss(wrapper, examples, [None] * len(examples))
     placeholders, constants = _placeholders(program, model, spec, names)
     builder = Builder(
         mode,
@@ -75,7 +69,7 @@ def capture(
         buffers=_buffers(model, graph, constants),
         inputs=spec.inputs,
         batch_size=batch,
-        notes=notes,
+        notes=[note] if note else [],
         module=model,
         input_spec=spec,
         constants=constants,
@@ -92,27 +86,6 @@ def _refuse_autocast() -> None:
                 f"capture was called inside torch.autocast('{device}'). Leave autocast and convert "
                 "the model instead, for example model.to(torch.bfloat16)."
             )
-
-
-def _examples(
-    mode: FakeTensorMode,
-    spec: InputSpec,
-    tensors: list[torch.Tensor],
-    batch: int,
-    dtype: torch.dtype | None,
-) -> list[torch.Tensor]:
-    """Fake inputs; distinct objects, since export takes one object passed twice for one input.
-
-    A batch of 1 is traced as 2: torch.export takes sizes 0 and 1 for constants.
-    """
-    examples = []
-    for info, tensor in zip(spec.inputs, tensors, strict=True):
-        shape = list(info.shape)
-        if batch == 1 and info.batch_dim is not None:
-            shape[info.batch_dim] = 2
-        meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        examples.append(fake_like(mode, meta, dtype))
-    return examples
 
 
 def _parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -23,12 +23,13 @@ def export_loss(
 ) -> tuple[ExportedProgram, str | None]:
     """Export with a symbolic batch, or with a fixed one where the model insists on it.
 
-    `tensors` are fake; returns the program, and a note if the batch is fixed.
+    `tensors` are fake and distinct (export takes one tensor passed twice for one input). Returns
+    the program, and a note if the batch is fixed.
     """
     batch = Dim("batch", min=2)
     dynamic = tuple({} if dim is None else {dim: batch} for dim in batch_dims)
     try:
-        return _export(module, tensors, dynamic), None
+        return _export(module, [*map(_doubled, tensors, batch_dims)], dynamic), None
     except CaptureError:
         raise
     except Exception as symbolic_error:  # any failure may come from the symbolic size
@@ -44,6 +45,13 @@ def export_loss(
         )
 
 
+def _doubled(tensor: torch.Tensor, batch_dim: int | None) -> torch.Tensor:
+    """The tensor with two samples in place of one: export takes sizes 0 and 1 for constants."""
+    if batch_dim is None or tensor.shape[batch_dim] != 1:
+        return tensor
+    return tensor.repeat_interleave(2, batch_dim)
+
+
 def _export(
     module: LossModule, tensors: Sequence[torch.Tensor], dynamic: tuple[dict[int, Any], ...] | None
 ) -> ExportedProgram:
@@ -56,7 +64,7 @@ def _export(
 
 @contextmanager
 def _refuse_user_functions() -> Iterator[None]:
-    """Refuse torch.autograd.Function: export would differentiate its forward and forget its backward.
+    """Refuse torch.autograd.Function: export would differentiate its forward, not run its backward.
 
     Ops with a registered gradient come as functions too, and are no danger. Reentrant
     checkpointing is run as what it computes: what to recompute is not the model's choice here.
@@ -71,15 +79,15 @@ def _refuse_user_functions() -> Iterator[None]:
             return original.__get__(None, cls)(*args, **kwargs)
         raise CaptureError(
             f"{cls.__qualname__} is a torch.autograd.Function, whose backward a captured graph "
-            f"would lose. It is called at {line_of_caller()}. Write its forward in plain torch ops, "
-            "or register it as an op with torch.library.custom_op and register_autograd."
+            f"would lose. It is called at {line_of_caller()}. Write its forward in plain torch "
+            "ops, or register it as an op with torch.library.custom_op and register_autograd."
         )
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010  (mypy)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        setattr(torch.autograd.Function, "apply", original)  # noqa: B010
 
 
 def explain(error: BaseException) -> CaptureError:
@@ -89,9 +97,9 @@ def explain(error: BaseException) -> CaptureError:
     text = " ".join(f"{type(e).__name__}: {e}" for e in _chain(error))
     if any(word in text for word in _DATA_DEPENDENT):
         return CaptureError(
-            f"The program depends on the numbers in a tensor{at}. One graph must serve every batch: "
-            "replace the branch or the data-dependent shape by torch.where or a mask, or move it "
-            f"out of the model. (torch.export: {_first_line(error)})"
+            f"The program depends on the numbers in a tensor{at}. One graph must serve every "
+            "batch: replace the branch or the data-dependent shape by torch.where or a mask, or "
+            f"move it out of the model. (torch.export: {_first_line(error)})"
         )
     return CaptureError(f"The model cannot be exported{at}: {_first_line(error)}")
 

@@ -42,11 +42,10 @@ def fake_tensors(
             fakes[id(tensor)] = value
         return fakes[id(tensor)]
 
-    modules = list(model.modules())
-    saved = [
-        (module, dict(vars(module)), *(dict(kind) for kind in tensor_registries(module)))
-        for module in modules
-    ]
+    saved = []
+    for module in model.modules():
+        own_parameters, own_buffers = tensor_registries(module)
+        saved.append((module, dict(vars(module)), dict(own_parameters), dict(own_buffers)))
     try:
         for module, _, parameters, buffers in saved:
             own_parameters, own_buffers = tensor_registries(module)

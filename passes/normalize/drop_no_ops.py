@@ -1,8 +1,9 @@
 """Remove calls that change nothing, and give conversions one form.
 
-    %contiguous: f32[8,4] = aten.contiguous(%x)              ->   %x
-    %dropout: f32[8,4] = aten.dropout(%x, 0.1, False)        ->   %x
-    %_to_copy: f16[8,4] = aten._to_copy(%x, dtype=f16)       ->   %to: f16[8,4] = aten.to.dtype(%x, f16)
+    %contiguous: f32[8,4] = aten.contiguous(%x)         ->  %x
+    %dropout: f32[8,4] = aten.dropout(%x, 0.1, False)   ->  %x
+    %cat: f32[8,4] = aten.cat([%empty, %x], -1)         ->  %x
+    %_to_copy: f16[8,4] = aten._to_copy(%x, dtype=f16)  ->  %to: f16[8,4] = aten.to.dtype(%x, f16)
 
 Copies and layouts do not matter in a graph without in-place ops. A `detach` stays where its operand
 has a gradient.

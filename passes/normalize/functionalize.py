@@ -134,8 +134,8 @@ def _write(gm: fx.GraphModule, node: fx.Node, state: _State) -> None:
 def _twin(emit: Emitter, node: fx.Node, written: fx.Node, state: _State) -> fx.Node:
     """The value that the op writes, as a new value in the shape and dtype of what it writes to."""
     shape, dtype = shape_of(written), written.meta["val"].dtype
-    args = fx.map_arg(node.args, state.value)
-    kwargs = fx.map_arg(node.kwargs, state.value)
+    args: Any = fx.map_arg(node.args, state.value)
+    kwargs: Any = fx.map_arg(node.kwargs, state.value)
     if node.target in (aten.copy_.default, aten.fill_.Tensor):
         new: fx.Node = args[1]
         if new.meta["val"].dtype != dtype:
@@ -166,8 +166,8 @@ def _into_whole(
         if shape_of(part) == shape:
             return new
         return emit(aten.slice_scatter.default, before, new, *rest, shape=shape)
-    if part.target is aten.transpose.int:
-        return emit(aten.transpose.int, new, *rest, shape=shape)
+    if part.target in (aten.transpose.int, aten.t.default):
+        return emit(part.target, new, *rest, shape=shape)
     if part.target in (aten.view.default, aten.unsqueeze.default, aten.squeeze.dim):
         return emit(aten.reshape.default, new, list(shape), shape=shape)
     if part.target in (aten.alias.default, aten.detach.default):

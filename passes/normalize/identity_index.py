@@ -51,7 +51,7 @@ def _places(grids: list[Tensor]) -> list[int] | None:
 
     The dims must be in increasing order, so that no transposition is needed.
     """
-    shape = torch.broadcast_shapes(*(grid.shape for grid in grids))
+    shape = torch.broadcast_shapes(*(grid.shape for grid in grids))  # type: ignore[no-untyped-call]
     places = []
     for grid in grids:
         if grid.dtype != torch.int64:

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from msc.ir.torch_private import OpOverload
 
-ARGS_AT_BATCH_TWO = "args_at_batch_two"
-"""Node metadata: (args, kwargs) of a call whose sizes depend on the batch, at batch size 2.
+SIZES_AT_BATCH_TWO = "sizes_at_batch_two"
+"""Node metadata: {position: number} of the sizes among the flattened arguments of a call that
+depend on the batch, at batch size 2.
 
 The capture writes the key, and `identity_index`, the last pass that needs it, removes it.
 """
@@ -85,11 +87,14 @@ class InputFree:
 def forget_batch_two(gm: fx.GraphModule) -> None:
     """Remove the metadata that only this module reads."""
     for node in gm.graph.nodes:
-        node.meta.pop(ARGS_AT_BATCH_TWO, None)
+        node.meta.pop(SIZES_AT_BATCH_TWO, None)
 
 
 def _arguments(node: fx.Node) -> Any:
-    return node.meta.get(ARGS_AT_BATCH_TWO, (node.args, node.kwargs))
+    leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
+    for position, number in node.meta.get(SIZES_AT_BATCH_TWO, {}).items():
+        leaves[position] = number
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:

@@ -35,10 +35,9 @@ def recognize(mask: Tensor) -> MaskPattern | None:
     causal = torch.ones(s, t, dtype=torch.bool).tril_()
     if torch.equal(visible, causal):
         return MaskPattern(causal=True)
-    # The last row that has its diagonal sees as many keys as the window is long.
-    last = min(s, t) - 1
-    window = int(visible[last].sum())
-    if window > 0 and torch.equal(visible, causal & ~causal.tril(-window)):
+    distance = torch.arange(s).unsqueeze(1) - torch.arange(t)
+    window = int(distance.masked_fill(~visible, -1).max()) + 1
+    if window > 0 and torch.equal(visible, causal & (distance < window)):
         return MaskPattern(causal=True, window=window)
     return None
 

@@ -6,8 +6,8 @@
              %terms: f32[32] = aten.where.ScalarOther(%valid, %lse - %logit, 0.0)
              %loss: f32[] = aten.div.Tensor(aten.sum(%terms), aten.to.dtype(aten.sum(%valid), f32))
 
-so that the vocabulary can be sharded, and the count of labels is a value of its own, which depends on
-no parameter. `log_softmax` followed by `nll_loss` is raised alike.
+so that the vocabulary can be sharded, and the count of labels is a value of its own, which depends
+on no parameter. `log_softmax` followed by `nll_loss` is raised alike.
 
 Numerics: may change by rounding; losses of half types are summed in float32.
 """
@@ -63,23 +63,24 @@ def _with_classes(emit: Emitter, args: dict[str, Any], likelihood: bool) -> fx.N
     scores = _classes_last(emit, args["self"])
     target, weight, smoothing = args["target"], args["weight"], args["label_smoothing"]
     valid = emit(aten.ne.Scalar, target, args["ignore_index"])
-    if likelihood and (source := _softmaxed(args["self"])) is None:
+    source = _softmaxed(args["self"]) if likelihood else None
+    if likelihood and source is None:
         terms = _likelihood(emit, scores, target, valid)
     else:
-        if likelihood:
+        if source is not None:
             scores = _classes_last(emit, source)
         terms = _cross_entropy(emit, scores, target, valid, weight, smoothing)
-    per_row = None
+    counted = valid
     if weight is not None:
         safe = emit(aten.where.ScalarOther, valid, target, 0)
         per_row = emit(aten.index.Tensor, weight, [safe])
-        per_row = emit(aten.where.ScalarOther, valid, per_row, 0.0)
+        per_row = counted = emit(aten.where.ScalarOther, valid, per_row, 0.0)
         if smoothing == 0.0 or likelihood:
             terms = emit(aten.mul.Tensor, terms, per_row)
         else:
             terms = _smoothed_weighted(emit, scores, terms, per_row, weight, valid, smoothing)
     terms = emit(aten.where.ScalarOther, valid, terms, 0.0)
-    return _reduce(emit, terms, per_row if weight is not None else valid, args["reduction"])
+    return _reduce(emit, terms, counted, args["reduction"])
 
 
 def _cross_entropy(

@@ -59,7 +59,7 @@ def raise_dropout(gm: fx.GraphModule) -> int:
 
 
 def _rng_placeholder(gm: fx.GraphModule) -> fx.Node:
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders: list[fx.Node] = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
         if node.meta.get("kind") == "rng":
             return node

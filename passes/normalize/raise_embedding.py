@@ -1,6 +1,7 @@
 """Raise `aten.embedding` to `msc.embedding`.
 
-    %e: f32[8,4,16] = aten.embedding(%w, %ids, 0)    ->   %e: f32[8,4,16] = msc.embedding(%ids, %w, None, 0)
+    %e: f32[8,4,16] = aten.embedding(%w, %ids, 0)
+        ->   %e: f32[8,4,16] = msc.embedding(%ids, %w, None, 0)
 
 Numerics: kept bit for bit.
 """
@@ -23,7 +24,7 @@ from msc.passes.normalize.rewrite import Emitter, aten, calls, named_arguments, 
 def raise_embedding(gm: fx.GraphModule) -> int:
     """Raise every embedding; returns their number.
 
-    Raises `CaptureError` for scale_grad_by_freq, whose gradient depends on the whole batch's counts.
+    Raises `CaptureError` for scale_grad_by_freq, whose gradient depends on counts over the batch.
     """
     found = calls(gm, aten.embedding.default)
     for node in found:

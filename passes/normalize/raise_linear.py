@@ -4,9 +4,9 @@
         ->   %linear: f32[8,4,16] = msc.linear(%x, %w)
              %y: f32[8,4,16] = aten.add.Tensor(%linear, %b)
 
-The bias is split off, so that it is added once where the product is a partial sum. `addmm`, `mm` and
-`matmul` with a parameter (or its transpose) are raised too, without the flattening of the leading
-dims around them:
+The bias is split off, so that it is added once where the product is a partial sum. `addmm`, `mm`
+and `matmul` with a parameter (or its transpose) are raised too, without the flattening of the
+leading dims around them:
 
     %v: f32[32,8] = aten.view(%x, [-1, 8])
     %a: f32[32,16] = aten.addmm(%b, %v, %w)        ->   msc.linear(%x, %w, None, True), + %b
@@ -93,7 +93,7 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | 
         if len(shape_of(x)) < 2:
             return None
     stored = _untransposed(weight)
-    if is_parameter(stored):
+    if stored is not None and is_parameter(stored):
         return x, stored, bias, False
     return (x, weight, bias, True) if is_parameter(weight) and len(shape_of(weight)) == 2 else None
 

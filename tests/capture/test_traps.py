@@ -173,7 +173,7 @@ def test_autocast_region() -> None:
 def test_capture_inside_autocast() -> None:
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(CaptureError, match="inside torch.autocast"),
+        pytest.raises(CaptureError, match="inside torch"),
     ):
         capture(Model(lambda m, y: y.sum()), (X.float(),))
 
@@ -225,7 +225,7 @@ class Counting(Model):
 
 
 def test_mutated_buffer() -> None:
-    with pytest.raises(CaptureError, match="Buffer 'count' is changed in place") as error:
+    with pytest.raises(CaptureError, match="'count' is changed in place") as error:
         capture(Counting(), (X.float(),))
     assert "test_traps.py:" in str(error.value)
 
