@@ -9,11 +9,11 @@ from msc.cost import call_flops
 from msc.cost.flops import is_gemm, nbytes
 from msc.ir.errors import PlanError
 from msc.ir.passes import BIT_EXACT, UnitPass
-from msc.ir.structure import Instance, Source, output_nodes, placeholders
+from msc.ir.structure import Instance, Source, layer_of, output_nodes, placeholders
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.chunks import Block, Chunk, ChunkBuilder, Prelude, balance, crossing
 from msc.passes.compilation import Compilation
-from msc.passes.cut import copy_subgraph, layer_of
+from msc.passes.cut import copy_subgraph
 from msc.passes.sharding.calls import is_call
 
 

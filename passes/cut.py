@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from msc.ir.structure import Instance, Source, Structure, output_nodes
+from msc.ir.structure import Instance, Source, Structure, layer_of, output_nodes
 from msc.ir.values import operand_nodes, tensors_of
 
-_LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
 _DETACHING = {torch.ops.aten.detach.default}
 
 
@@ -63,12 +61,6 @@ def _without_parameters(gm: fx.GraphModule) -> set[fx.Node]:
             else:
                 found.add(node)
     return found
-
-
-def layer_of(path: str) -> tuple[str, int] | None:
-    """Container and index of the outermost numbered module on a path; None if there is none."""
-    match = _LAYER.match(path)
-    return (match.group(1) or "", int(match.group(2))) if match else None
 
 
 def _segments(gm: fx.GraphModule, prelude: set[fx.Node]) -> dict[fx.Node, int]:

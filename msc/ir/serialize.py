@@ -62,7 +62,7 @@ def graphs_from_json(data: Mapping[str, Any]) -> dict[str, fx.GraphModule]:
     if data.get("format") != FORMAT or data.get("version") != VERSION:
         raise UserError(
             f"These graphs have format {data.get('format')!r}, version {data.get('version')!r}; "
-            f"this MSC reads '{FORMAT}', version {VERSION}. Compile and save the program again with it."
+            f"this MSC reads '{FORMAT}', version {VERSION}. Compile and save the program again."
         )
     decoder = Decoder()
     modules: list[fx.GraphModule] = []
@@ -172,7 +172,7 @@ def _target(op: str, name: str) -> Any:
     if not isinstance(found, OpOverload):
         raise UserError(
             f"The saved program calls {name}, which this MSC with torch {torch.__version__} does "
-            "not have. Compile and save the program again with it."
+            "not have. Compile and save the program again."
         )
     return found
 

@@ -6,10 +6,13 @@ that needs them) and a list of block *instances*, of which equal ones share one 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx
+
+_LAYER = re.compile(r"^(?:(.*?)\.)?(\d+)(?:\.|$)")
 
 SourceKind = Literal["parameter", "buffer", "input", "coordinate", "rng", "prelude", "block"]
 
@@ -57,6 +60,12 @@ class Structure:
     def __post_init__(self) -> None:
         for instance in self.instances:
             self.counts[instance.block] = self.counts.get(instance.block, 0) + 1
+
+
+def layer_of(path: str) -> tuple[str, int] | None:
+    """Container and index of the outermost numbered module on a path; None if there is none."""
+    match = _LAYER.match(path)
+    return (match.group(1) or "", int(match.group(2))) if match else None
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
