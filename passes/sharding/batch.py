@@ -76,18 +76,21 @@ def propagate_batch(
     return plan
 
 
-def _choose(node: fx.Node, size: int, states: dict[Value, State], whole: Conflict) -> Strategy:
+def _choose(
+    node: fx.Node, size: int, states: Mapping[Value, State], whole: Conflict
+) -> Strategy:
     operands = operands_of(node)
     rule = rule_of(node)
     num_results = max(1, len(_results(node)))
+    seen = {operand: states[operand] for operand in operands}  # as this call will read them
     while True:
-        current = [states[operand] for operand in operands]
+        current = [seen[operand] for operand in operands]
         if all(state == VARYING for state in current):
             return strategies(None, len(operands), num_results, size)[1]
         found = _sharded(rule, current, size) if rule is not None else None
         if found is not None:
             return found
-        if not _make_whole(node, operands, states, whole):
+        if not _make_whole(node, seen, whole):
             reason = "no sharding rule" if rule is None else "it combines samples"
             raise NotSeparableError(node, reason)
 
@@ -116,16 +119,14 @@ def _sharded(rule: Rule, current: list[State], size: int) -> Strategy | None:
     return None if named is None else shard_factor(rule, *named, size)
 
 
-def _make_whole(
-    node: fx.Node, operands: list[Value], states: dict[Value, State], whole: Conflict
-) -> bool:
-    """Make one operand whole: a partial count before a partial loss, shards last."""
+def _make_whole(node: fx.Node, seen: dict[Value, State], whole: Conflict) -> bool:
+    """Make one operand whole: rather a partial count than a partial loss, rather those than shards."""
 
     def rank(operand: Value) -> tuple[bool, bool]:
-        return isinstance(states[operand].value, Shard), differentiable(operand)
+        return isinstance(seen[operand].value, Shard), differentiable(operand)
 
-    for operand in sorted(dict.fromkeys(operands), key=rank):
-        if states[operand] != VARYING and whole(node, operand):
-            states[operand] = VARYING
+    for operand in sorted(seen, key=rank):
+        if seen[operand] != VARYING and whole(node, operand):
+            seen[operand] = VARYING
             return True
     return False

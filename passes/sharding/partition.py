@@ -32,6 +32,7 @@ from msc.ir.placement import (
     State,
 )
 from msc.ir.structure import output_nodes
+from msc.ir.torch_private import OpOverload
 from msc.ir.values import carry, describe, tensors_of
 from msc.passes.sharding.calls import (
     Value,
@@ -185,12 +186,33 @@ class _Partitioner:
         return self.coordinates[axis]
 
     def call(self, target: Any, *args: Any, source: fx.Node, **kwargs: Any) -> fx.Node:
-        """Append a call; its value comes from running it on fake tensors."""
+        """Append a call; its value comes from running it on fake tensors.
+
+        A rule may localize to a plain function of several ops: its ops are appended one by one.
+        """
+        if not isinstance(target, OpOverload) and target is not operator.getitem:
+            return self._inlined(target, args, kwargs, source)
         node = self.graph.call_function(target, args, kwargs)
-        with self.fake_mode:
-            fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        self._run_fake(node)
         return carry(source, node)
+
+    def _run_fake(self, node: fx.Node) -> None:
+        with self.fake_mode:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _inlined(self, function: Any, args: Any, kwargs: Any, source: fx.Node) -> fx.Node:
+        tracer = fx.proxy.GraphAppendingTracer(self.graph)
+        before = set(self.graph.nodes)
+        proxies = fx.map_arg((args, kwargs), lambda n: fx.Proxy(n, tracer))
+        result = function(*proxies[0], **proxies[1])
+        for node in self.graph.nodes:
+            if node not in before:
+                self._run_fake(node)
+                carry(source, node)
+                node.meta.setdefault("differentiable", bool(source.meta.get("differentiable")))
+        assert isinstance(result, fx.Proxy)
+        return result.node
 
     def _type(self, node: fx.Node, states: States, has_gradient: bool) -> None:
         placement: dict[str, Placement] = {}
@@ -394,7 +416,13 @@ class _Partitioner:
             if middle not in self.variants[value]:
                 self.variants[value][middle] = self._convert(value, current, middle, index)
             return self._convert(value, middle, target, index)
-        if have in (VARYING, REPLICATED) and want == PARTIAL:
+        if want == PARTIAL and have not in (VARYING, REPLICATED):
+            middle = _replace(current, index, VARYING)
+            if middle not in self.variants[value]:
+                self.variants[value][middle] = self._convert(value, current, middle, index)
+                self._type(self.variants[value][middle], middle, self._has_gradient(value))
+            return self._convert(value, middle, target, index)
+        if want == PARTIAL:
             return self.call(aten.div.Tensor, node, size, source=source)
         raise VerifyError(
             f"partition: no conversion of %{source.name} from {have} to {want} over '{name}'. "

@@ -204,6 +204,16 @@ def _cat(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return parts, dim
 
 
+@samples(aten.broadcast_tensors)
+def _broadcast_tensors(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1, 3)
+    parts = [draw.normal(shape)]
+    for _ in range(draw.count(0, 2)):
+        own = [length if draw.count(0, 2) else 1 for length in shape]
+        parts.append(draw.normal(own[draw.count(0, len(own)) :]))
+    return (parts,)
+
+
 @samples(aten.stack)
 def _stack(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     shape = draw.shape(0, 3)

@@ -52,6 +52,25 @@ def _split(bound: Bound) -> Rule | None:
     )
 
 
+def _broadcast(bound: Bound) -> Rule:
+    """broadcast_tensors: every operand to the shape of all, each its own result."""
+    shape = bound.result_shape()
+    dims = dims_of(shape)
+    whole_dims: list[tuple[Dim, ...]] = []
+    for tensor in bound.tensors("tensors"):
+        aligned = dims[len(shape) - tensor.dim() :]
+        lengths = shape[len(shape) - tensor.dim() :]
+        whole_dims.append(
+            tuple(
+                dim if own == length else ((),)
+                for dim, own, length in zip(aligned, tensor.shape, lengths, strict=True)
+            )
+        )
+    return bound.rule(
+        {"tensors": whole_dims}, [tuple(dims)] * len(whole_dims), linear=[["tensors"]]
+    )
+
+
 def _unbind(bound: Bound) -> Rule:
     dim = bound.dim()
     dims = dims_of(bound.shape("self"))
@@ -90,6 +109,7 @@ def _stack(bound: Bound) -> Rule:
 
 
 JOINING = [
+    derived(_broadcast, aten.broadcast_tensors),
     derived(_split, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes, aten.chunk),
     derived(_unbind, aten.unbind.int),
     derived(_cat, aten.cat, aten.concat),
