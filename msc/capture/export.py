@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from msc.capture.loss import LossModule
 from msc.capture.source import line_of_caller, line_of_exception
 from msc.ir.errors import CaptureError
+from msc.ir.torch_private import observe_autograd_functions
 
 _DATA_DEPENDENT = ("data-dependent", "DataDependent", "unbacked", "data dependent", ".item()")
 
@@ -56,38 +57,44 @@ def _export(
     module: LossModule, tensors: Sequence[torch.Tensor], dynamic: tuple[dict[int, Any], ...] | None
 ) -> ExportedProgram:
     shapes = None if dynamic is None else (dynamic,)
-    with _refuse_user_functions(), torch.enable_grad(), warnings.catch_warnings():
+    with (
+        observe_autograd_functions(_refuse),
+        _inline_checkpoints(),
+        torch.enable_grad(),
+        warnings.catch_warnings(),
+    ):
         # What torch.export warns about (its own deprecations) is nothing the user can act on.
         warnings.simplefilter("ignore")
         return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=False)
 
 
-@contextmanager
-def _refuse_user_functions() -> Iterator[None]:
+def _refuse(function: type[Any]) -> None:
     """Refuse torch.autograd.Function: export would differentiate its forward, not run its backward.
 
-    Ops with a registered gradient come as functions too, and are no danger. Reentrant
-    checkpointing is run as what it computes: what to recompute is not the model's choice here.
+    Ops with a registered gradient come as functions too, and are no danger.
     """
-    original = torch.autograd.Function.__dict__["apply"]
+    own = function.__module__.startswith("torch.")
+    if own or function.__name__.startswith("GeneratedBackwardFor_"):
+        return
+    raise CaptureError(
+        f"{function.__qualname__} is a torch.autograd.Function, whose backward a captured graph "
+        f"would lose. It is called at {line_of_caller()}. Write its forward in plain torch ops, or "
+        "register it as an op with torch.library.custom_op and register_autograd."
+    )
 
-    def apply(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
-            function, _, *inputs = args
-            return function(*inputs)
-        if cls.__module__.startswith("torch.") or cls.__name__.startswith("GeneratedBackwardFor_"):
-            return original.__get__(None, cls)(*args, **kwargs)
-        raise CaptureError(
-            f"{cls.__qualname__} is a torch.autograd.Function, whose backward a captured graph "
-            f"would lose. It is called at {line_of_caller()}. Write its forward in plain torch "
-            "ops, or register it as an op with torch.library.custom_op and register_autograd."
-        )
 
-    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010  (mypy)
+@contextmanager
+def _inline_checkpoints() -> Iterator[None]:
+    """Run reentrant checkpointing as what it computes: MSC decides what to recompute."""
+
+    def apply(function: Any, preserve_rng_state: bool, *inputs: Any) -> Any:
+        return function(*inputs)
+
+    setattr(CheckpointFunction, "apply", staticmethod(apply))  # noqa: B010  (mypy)
     try:
         yield
     finally:
-        setattr(torch.autograd.Function, "apply", original)  # noqa: B010
+        delattr(CheckpointFunction, "apply")  # the inherited one shows again
 
 
 def explain(error: BaseException) -> CaptureError:

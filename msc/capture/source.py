@@ -12,7 +12,8 @@ import torch
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep + "capture" + os.sep
+_MSC = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OWN = (_MSC + "capture" + os.sep, _MSC + "ir" + os.sep)
 
 
 def source_of(stack_trace: str | None) -> str:
@@ -44,7 +45,7 @@ def line_of_caller() -> str:
 
 def is_user_file(path: str) -> bool:
     """Whether a frame in this file is the user's code (a library of models counts as such)."""
-    return not (path.startswith((_TORCH, _OWN, "<")) or path.startswith("torch" + os.sep))
+    return not (path.startswith((_TORCH, *_OWN, "<")) or path.startswith("torch" + os.sep))
 
 
 def short_path(path: str) -> str:

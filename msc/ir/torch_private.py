@@ -7,7 +7,8 @@ Private names change without notice. Each stands here with the reason why no pub
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -197,3 +198,26 @@ def may_alias(op: OpOverload) -> bool:
         result.alias_info is not None and not result.alias_info.is_write
         for result in op._schema.returns
     )
+
+
+@contextlib.contextmanager
+def observe_autograd_functions(observer: Callable[[type[Any]], None]) -> Iterator[None]:
+    """Call `observer(cls)` whenever a torch.autograd.Function is applied.
+
+    `Function.apply` itself cannot be replaced: models keep it under a name of their own
+    (`swish = Swish.apply`). It asks this function of its module first, with the class at hand.
+    """
+    module: Any = torch.autograd.function
+    original = module._is_setup_context_defined
+
+    def observed(function: Any) -> Any:
+        cls = sys._getframe(1).f_locals.get("cls")
+        if isinstance(cls, type):
+            observer(cls)
+        return original(function)
+
+    module._is_setup_context_defined = observed
+    try:
+        yield
+    finally:
+        module._is_setup_context_defined = original

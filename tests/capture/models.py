@@ -30,7 +30,8 @@ class GPTBlock(nn.Module):
             q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
         )
         x = x + self.drop(self.proj(y.transpose(1, 2).contiguous().view(batch, length, width)))
-        return x + self.drop(self.down(functional.gelu(self.up(self.ln_2(x)))))
+        change: Tensor = self.drop(self.down(functional.gelu(self.up(self.ln_2(x)))))
+        return x + change
 
 
 class GPT(nn.Module):
@@ -86,7 +87,8 @@ class LlamaBlock(nn.Module):
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).reshape(batch, length, -1))
         h = self.norm_2(x)
-        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+        change: Tensor = self.down(functional.silu(self.gate(h)) * self.up(h))
+        return x + change
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def run_eager(
     with LiftFloat32():
         output = model(**batch) if isinstance(batch, dict) else model(*batch)
         loss = loss_of(output)
-    loss.backward()
+    torch.autograd.backward(loss)
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from msc.capture import InputInfo, capture
 from msc.ir.errors import CaptureError, InputError
+from msc.ir.structure import output_nodes
 from tests.capture.models import GPT, Llama, token_batch
 from tests.capture.parity import assert_parity, run
 
@@ -79,13 +80,14 @@ def test_batches_that_differ_are_refused() -> None:
     captured = capture(Regression().double(), regression_batch())
     batch = regression_batch()
     assert [tuple(t.shape) for t in captured.flatten(batch)] == [(6, 4), (6, 2), (2,)]
-    for change, message in [
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"x": torch.zeros(5, 4).double()}, r"'x' has shape \[5, 4\].*compiled for \[6, 4\]"),
         ({"x": torch.zeros(6, 4)}, "'x' is torch.float32.*compiled for torch.float64"),
         ({"x": None}, "structure|tensor is needed"),
         ({"options": {"factor": 4}}, r"'options\['factor'\]' is 4"),
         ({"extra": torch.zeros(1)}, "structure"),
-    ]:
+    ]
+    for change, message in changes:
         with pytest.raises(InputError, match=message):
             captured.flatten({**batch, **change})
     with pytest.raises(InputError, match="structure"):
@@ -172,7 +174,7 @@ def test_dtype_converts_model_and_batch() -> None:
     captured = capture(model, batch, dtype=torch.bfloat16)
     assert {info.dtype for info in captured.parameters.values()} == {torch.bfloat16}
     assert {t.dtype for t in captured.flatten(batch)} == {torch.bfloat16}
-    (loss,) = captured.graph.graph.output_node().args[0]
+    (loss,) = output_nodes(captured.graph)
     assert loss.meta["val"].dtype == torch.bfloat16
     assert model.linear.weight.dtype == torch.float32
 
@@ -203,7 +205,8 @@ def test_loss_functions_with_tensors() -> None:
             self.linear = nn.Linear(4, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x)
+            result: Tensor = self.linear(x)
+            return result
 
     weight = torch.tensor([1.0, 2.0, 0.5])
     loss_fn = nn.CrossEntropyLoss(weight=weight)

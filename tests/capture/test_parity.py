@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from msc.capture import Captured, capture
+from msc.ir.structure import output_nodes
 from msc.ir.values import CARRIED
 from msc.ir.verifier import structure
 from msc.passes.normalize import normalize
@@ -29,7 +30,7 @@ def assert_normal(captured: Captured) -> None:
     order = [node.meta["kind"] for node in graph.nodes if node.op == "placeholder"]
     ranks = {"parameter": 0, "buffer": 1, "input": 2, "rng": 3}
     assert order == sorted(order, key=ranks.__getitem__)
-    assert len(graph.output_node().args[0]) == 1
+    assert len(output_nodes(captured.graph)) == 1
     for node in graph.nodes:
         assert node.op in ("placeholder", "call_function", "output")
         if node.op == "call_function":

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from msc.capture import capture
+from msc.ir.structure import output_nodes
 from msc.passes.normalize import normalize
 from tests.passes.normalize.one_op import Function, normalized, random, targets
 
@@ -116,7 +117,7 @@ def test_half_logits_give_a_half_loss() -> None:
     model = Function(lambda w, x, t: functional.cross_entropy(x * w, t), [torch.ones(5).bfloat16()])
     captured = capture(model, (torch.randn(6, 5).bfloat16(), labels(6)))
     normalize(captured.graph)
-    (loss,) = captured.graph.graph.output_node().args[0]
+    (loss,) = output_nodes(captured.graph)
     assert loss.meta["val"].dtype == torch.bfloat16
     (total,) = [n for n in captured.graph.graph.nodes if str(n.target) == "aten.div.Tensor"]
     assert total.meta["val"].dtype == torch.float32
