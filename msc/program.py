@@ -1,8 +1,8 @@
-"""`msc.Program`: a compiled model, one rank graph per class of ranks, and how to run and save it."""
+"""`msc.Program`: a compiled model, a rank graph per class of ranks, and how to run and save it."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +23,7 @@ from msc.program_memory import memory_bytes
 from msc.report import CompileReport
 from msc.runtime.state import RankState
 from msc.runtime.virtual import VirtualExecutor
+from msc.saved_tensors import SavedTensors
 
 if TYPE_CHECKING:
     from msc.capture import Captured
@@ -68,9 +69,10 @@ class Program:
         backend: str,
         report: CompileReport,
         source: Captured | Mapping[str, Tensor] | None,
+        digests: Sequence[str] | None = None,
     ) -> None:
         self.mesh = mesh
-        self.rank_graphs = list(rank_graphs)
+        self.rank_graphs = rank_graphs
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
         self.inputs = tuple(inputs)
@@ -82,6 +84,7 @@ class Program:
         self.backend = backend
         self.report = report
         self._source = source
+        self._digests = digests
 
     # -- graphs
 
@@ -101,9 +104,7 @@ class Program:
     def graphs(self, rank: int) -> dict[str, fx.GraphModule]:
         """The rank's forward and backward graphs, flat, with every layer present."""
         graph = self.rank_graph(rank)
-        names = {
-            str(node.target): None for node in graph.graph.nodes if node.op == "call_module"
-        }
+        names = {str(node.target): None for node in graph.graph.nodes if node.op == "call_module"}
         return {name: inline(graph.get_submodule(name)) for name in names}  # type: ignore[arg-type]
 
     def dump(self, folder: str | Path) -> None:
@@ -121,7 +122,9 @@ class Program:
             texts |= {name: format_graph(gm, name) for name, gm in self.graphs(first).items()}
             for name, text in texts.items():
                 (path / f"stage{stage}.{name}.txt").write_text(text + "\n")
-            lines.append(f"{self._ranks_of(stage)}: " + ", ".join(f"stage{stage}.{n}.txt" for n in texts))
+            lines.append(
+                f"{self._ranks_of(stage)}: " + ", ".join(f"stage{stage}.{n}.txt" for n in texts)
+            )
         (path / "index.txt").write_text("\n".join(lines) + "\n")
 
     def _ranks_of(self, stage: int) -> str:
@@ -158,7 +161,7 @@ class Program:
             for node in self.rank_graph(rank).graph.find_nodes(op="placeholder")
         }
         parameters = {
-            name: layout.local(self.read_parameter(name), self.mesh, rank)
+            name: self._shard(layout, rank)
             for name, layout in self.parameters.items()
             if ("parameter", name) in names
         }
@@ -174,22 +177,53 @@ class Program:
         return self._read("buffer", name)
 
     def _read(self, kind: str, name: str) -> Tensor:
-        if isinstance(self._source, Mapping):
-            value: Tensor | None = self._source.get(name)
-        elif self._source is None:
-            value = None
-        elif kind == "parameter":
-            value = self._source.read_parameter(name)
-        else:
-            value = self._source.read_buffer(name)
+        value = self._value(kind, name)
         if value is None:
             raise UserError(
                 f"The {kind} '{name}' has no values: the model was compiled on the meta device. "
                 "Compile a model with real parameters to run it, or load a saved state."
             )
-        if self.dtype is not None and value.is_floating_point():
-            value = value.to(self.dtype)
-        return value.detach()
+        return self._cast(value).detach()
+
+    def _value(self, kind: str, name: str) -> Tensor | None:
+        if self._source is None:
+            return None
+        if isinstance(self._source, Mapping):
+            return self._source.get(name)
+        if kind == "parameter":
+            return self._source.read_parameter(name)
+        return self._source.read_buffer(name)
+
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self.dtype) if self.dtype and value.is_floating_point() else value
+
+    def _shard(self, layout: ParameterLayout, rank: int) -> Tensor:
+        if isinstance(self._source, SavedTensors) and layout.name in self._source:
+            return self._cast(self._source.shard(layout, self.mesh, rank))
+        return layout.local(self.read_parameter(layout.name), self.mesh, rank)
+
+    @cached_property
+    def has_values(self) -> bool:
+        """Whether every parameter and buffer has numbers, so that the program can run."""
+        read = [("parameter", n) for n in self.parameters] + [("buffer", n) for n in self.buffers]
+        if isinstance(self._source, Mapping):
+            return all(name in self._source for _, name in read)
+        return all(self._value(kind, name) is not None for kind, name in read)
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """What the plain module's `state_dict` holds besides the parameters that are trained."""
+        if self._source is None:
+            return {}
+        if isinstance(self._source, SavedTensors):
+            return {name: self._source[name] for name in self._source.state_names}
+        if isinstance(self._source, Mapping):
+            return {}
+        module: nn.Module = self._source.module
+        return {n: v for n, v in module.state_dict().items() if n not in self._parameter_names}
+
+    @cached_property
+    def _parameter_names(self) -> frozenset[str]:
+        return frozenset(n for p in self.parameters.values() for n in (p.name, *p.aliases))
 
     # -- running
 
@@ -220,7 +254,11 @@ class Program:
         grads: dict[str, Tensor] = {}
         params: dict[str, Tensor] = {}
         gradient_maps = [
-            dict(zip(self.rank_graph(rank).meta["gradients"], outputs[rank]["gradients"], strict=True))
+            dict(
+                zip(
+                    self.rank_graph(rank).meta["gradients"], outputs[rank]["gradients"], strict=True
+                )
+            )
             for rank in ranks
         ]
         for name, layout in self.parameters.items():
@@ -228,12 +266,16 @@ class Program:
                 params[name] = self.read_parameter(name).clone()
                 continue
             owners = layout.owners(self.mesh)
-            params[name] = layout.whole([state[r].parameters[name] for r in owners], self.mesh).clone()
+            params[name] = layout.whole(
+                [state[r].parameters[name] for r in owners], self.mesh
+            ).clone()
             if all(name in gradient_maps[r] for r in owners):
                 grads[name] = layout.whole([gradient_maps[r][name] for r in owners], self.mesh)
         return StepResult(outputs[0]["loss"], grads, params, state)
 
-    def state_dict(self, params: Mapping[str, Tensor] | StepResult | None = None) -> dict[str, Tensor]:
+    def state_dict(
+        self, params: Mapping[str, Tensor] | StepResult | None = None
+    ) -> dict[str, Tensor]:
         """Whole parameters under every name that the plain module has, for its `load_state_dict`.
 
         `params`: a step's result, or a mapping by name; without it the initial values.
@@ -244,28 +286,46 @@ class Program:
             value = values[name] if values is not None else self.read_parameter(name)
             for alias in dict.fromkeys((name, *layout.aliases)):
                 found[alias] = value
-        if isinstance(self._source, Mapping) or self._source is None:
-            return found
-        module: nn.Module = self._source.module
-        return {**module.state_dict(), **found}
+        return {**self.extra_state(), **found}
 
     # -- identity
 
+    def serialized(self, stage: int) -> dict[str, Any]:
+        """The rank graph of a stage as plain data; equal programs have equal data."""
+        return graphs_to_json({f"stage{stage}": self.rank_graphs[stage]})
+
     @cached_property
-    def serialized(self) -> dict[str, Any]:
-        """The rank graphs as plain data; equal programs have equal data."""
-        return graphs_to_json({f"stage{i}": g for i, g in enumerate(self.rank_graphs)})
+    def stage_digests(self) -> tuple[str, ...]:
+        """A digest of every stage's rank graph."""
+        if self._digests is not None:
+            return tuple(self._digests)
+        return tuple(fingerprint(self.serialized(i)) for i in range(len(self.rank_graphs)))
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all that ranks must agree on before the first step."""
-        facts = {
-            "mesh": [list(axis) for axis in self.mesh],
-            "inputs": [[i.name, list(i.shape), str(i.dtype), i.batch_dim] for i in self.inputs],
-            "micro_batches": self.micro_batches,
-            "graphs": fingerprint(self.serialized),
-        }
-        return fingerprint(json.loads(json.dumps(facts)))
+        """A digest of all that ranks must agree on before the first step, values left out."""
+        return fingerprint(
+            {
+                "mesh": [list(axis) for axis in self.mesh],
+                "inputs": [[i.name, list(i.shape), str(i.dtype), i.batch_dim] for i in self.inputs],
+                "micro_batches": self.micro_batches,
+                "stages": list(self.stage_digests),
+            }
+        )
+
+    @cached_property
+    def values_digest(self) -> str:
+        """A digest of the initial values of all parameters; "" if there are none."""
+        if isinstance(self._source, SavedTensors):
+            return self._source.digest
+        if not self.has_values:
+            return ""
+        digest = hashlib.blake2b(digest_size=16)
+        for name in sorted(self.parameters):
+            value = self.read_parameter(name).contiguous().reshape(-1).view(torch.uint8)
+            digest.update(name.encode())
+            digest.update(memoryview(value.cpu().numpy()))
+        return digest.hexdigest()
 
     def save(self, folder: str | Path) -> None:
         """Write the program, and the model's parameters if it has values, for `msc.load`."""

@@ -1,0 +1,106 @@
+"""Tensors of a safetensors file, read when they are asked for, whole or as a rank's shard."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from msc.ir.errors import UserError
+from msc.ir.layout import ParameterLayout
+from msc.ir.mesh import Mesh
+from msc.ir.placement import shard_of
+
+Run = tuple[int, int]
+"""First index and one past the last."""
+
+
+class SavedTensors(Mapping[str, Tensor]):
+    """Name -> tensor; every access reads the file, and nothing of it is kept.
+
+    state_names: those that belong to the plain module's `state_dict` besides the parameters.
+    digest: of all parameters' values, as `Program.values_digest`.
+    """
+
+    def __init__(self, file: Path, state_names: Sequence[str] = (), digest: str = "") -> None:
+        self.state_names = tuple(state_names)
+        self.digest = digest
+        opener: Any = safe_open
+        try:
+            self._file = opener(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{file} cannot be read: {error}. Save the program again with program.save(folder)."
+            ) from error
+        self._names = frozenset(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor.clone()  # the file's tensors are views of one mapping: a write would show
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def shard(self, layout: ParameterLayout, mesh: Mesh, rank: int) -> Tensor:
+        """What `layout.local` gives of the whole parameter, of which only that part is read."""
+        if layout.name not in self._names:
+            raise KeyError(layout.name)
+        view = self._file.get_slice(layout.name)
+        part = read_runs(view, index_runs(layout, mesh, rank))
+        return part.clone(memory_format=torch.contiguous_format)
+
+
+def index_runs(layout: ParameterLayout, mesh: Mesh, rank: int) -> list[list[Run]]:
+    """For each dim the indices of the whole parameter that `rank` holds, in its order."""
+    coordinate = mesh.coordinate(rank)
+    held = [torch.arange(length) for length in layout.shape]
+    for axis, placement in layout.shards.items():
+        shape = [-1 if dim == placement.dim else 1 for dim in range(len(held))]
+        part = shard_of(
+            held[placement.dim].view(shape), placement, mesh.axis_size(axis), coordinate[axis]
+        )
+        held[placement.dim] = part.reshape(-1)
+    return [_runs(indices) for indices in held]
+
+
+def read_runs(view: Any, runs: Sequence[Sequence[Run]]) -> Tensor:
+    """The given runs of every dim, from anything that takes slices."""
+    if not runs:
+        whole: Tensor = view[...]
+        return whole
+    boxes = {
+        picks: view[tuple(slice(*dim[index]) for dim, index in zip(runs, picks, strict=True))]
+        for picks in itertools.product(*(range(len(dim)) for dim in runs))
+    }
+    return _join(boxes, runs, ())
+
+
+def _join(
+    boxes: Mapping[tuple[int, ...], Tensor], runs: Sequence[Sequence[Run]], prefix: tuple[int, ...]
+) -> Tensor:
+    dim = len(prefix)
+    if dim == len(runs):
+        return boxes[prefix]
+    parts = [_join(boxes, runs, (*prefix, index)) for index in range(len(runs[dim]))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _runs(indices: Tensor) -> list[Run]:
+    if not len(indices):
+        return [(0, 0)]
+    breaks = (indices.diff() != 1).nonzero().flatten() + 1
+    pieces = torch.tensor_split(indices, breaks.tolist())
+    return [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces]

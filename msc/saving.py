@@ -1,0 +1,325 @@
+"""Write a program to a folder and read it back: compile once, run on every rank.
+
+    program.json         mesh, layouts, inputs, options, report, digests
+    stage0.graphs.json   the rank graph of each pipeline stage (`msc.ir.serialize`)
+    model.safetensors    whole parameters and buffers, if the model has values
+
+`program.json` is written last and removed first, so that a folder that has one is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from msc.capture.inputs import InputInfo, InputSpec
+from msc.ir.encoding import Decoder, encode
+from msc.ir.errors import UserError
+from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
+from msc.ir.mesh import Mesh
+from msc.ir.optimizer import AdamW
+from msc.ir.serialize import fingerprint, graphs_from_json, to_text
+from msc.program import Program
+from msc.report import CompileReport
+from msc.saved_tensors import SavedTensors
+
+FORMAT = "msc program"
+VERSION = 1
+PROGRAM = "program.json"
+TENSORS = "model.safetensors"
+
+
+def save_program(program: Program, folder: str | Path) -> None:
+    """Write `program` into `folder`, which is created; a program that was there is replaced.
+
+    Raises `UserError` if the batch holds something that has no text.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    description = describe(program)
+    (path / PROGRAM).unlink(missing_ok=True)
+    for stage in range(len(program.rank_graphs)):
+        _write(path / _graphs_file(stage), to_text(program.serialized(stage)))
+    for stale in path.glob(_graphs_file("*")):
+        if stale.name not in {_graphs_file(i) for i in range(len(program.rank_graphs))}:
+            stale.unlink()
+    _save_tensors(program, path / TENSORS)
+    _write(path / PROGRAM, json.dumps(description, indent=1, allow_nan=False) + "\n")
+
+
+def load_program(folder: str | Path, rank: int | None = None) -> Program:
+    """Read the program in `folder`.
+
+    Graphs and values are read when they are first used; with `rank`, that rank's graph is read now,
+    so that a fault in it shows here, and the other stages' never unless they are asked for.
+
+    Raises `UserError` for a folder without a program, a program of another version of MSC, and
+    files that do not belong together.
+    """
+    path = Path(folder)
+    data = _read_description(path)
+    digests: list[str] = data["stages"]
+    source = None
+    if data["has_values"]:
+        source = SavedTensors(path / TENSORS, data["state_names"], data["values_digest"])
+    program = Program(
+        mesh=Mesh(tuple((name, size) for name, size in data["mesh"])),
+        rank_graphs=SavedGraphs(path, digests),
+        parameters={p["name"]: _parameter(p) for p in data["parameters"]},
+        buffers={b["name"]: BufferLayout(*_shaped(b)) for b in data["buffers"]},
+        inputs=tuple(InputLayout(*_shaped(i), i["batch_dim"]) for i in data["inputs"]),
+        input_spec=_input_spec(data["input_spec"]),
+        dtype=_decode(data["dtype"]),
+        optimizer=_optimizer(data["optimizer"]),
+        micro_batches=data["micro_batches"],
+        separable=data["separable"],
+        backend=data["backend"],
+        report=_report(data["report"]),
+        source=source,
+        digests=digests,
+    )
+    if program.fingerprint != data["fingerprint"]:
+        raise UserError(
+            f"{path / PROGRAM} was changed: its fingerprint is not that of its contents. "
+            "Save the program again with program.save(folder)."
+        )
+    if rank is not None:
+        program.rank_graph(rank)
+    return program
+
+
+class SavedGraphs(Sequence[fx.GraphModule]):
+    """The rank graphs of all stages, each read and checked when it is first asked for."""
+
+    def __init__(self, folder: Path, digests: Sequence[str]) -> None:
+        self._folder = folder
+        self._digests = digests
+        self._graphs: dict[int, fx.GraphModule] = {}
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    @overload
+    def __getitem__(self, index: int) -> fx.GraphModule: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[fx.GraphModule]: ...
+
+    def __getitem__(self, index: int | slice) -> fx.GraphModule | list[fx.GraphModule]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        stage = range(len(self))[index]
+        if stage not in self._graphs:
+            self._graphs[stage] = self._read(stage)
+        return self._graphs[stage]
+
+    def _read(self, stage: int) -> fx.GraphModule:
+        file = self._folder / _graphs_file(stage)
+        data = _read_json(file)
+        if fingerprint(data) != self._digests[stage]:
+            raise UserError(
+                f"{file} does not belong to {self._folder / PROGRAM}: its fingerprint differs. The "
+                "file was changed, or comes from another program. Save the program again with "
+                "program.save(folder)."
+            )
+        return graphs_from_json(data)[f"stage{stage}"]
+
+
+# -- to JSON
+
+
+def describe(program: Program) -> dict[str, Any]:
+    """What `program.json` holds: plain data, equal for equal programs."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": program.fingerprint,
+        "stages": list(program.stage_digests),
+        "mesh": [list(axis) for axis in program.mesh],
+        "parameters": [_parameter_data(p) for p in program.parameters.values()],
+        "buffers": [_shaped_data(b) for b in program.buffers.values()],
+        "inputs": [{**_shaped_data(i), "batch_dim": i.batch_dim} for i in program.inputs],
+        "input_spec": _input_spec_data(program.input_spec),
+        "dtype": encode(program.dtype),
+        "optimizer": None if program.optimizer is None else asdict(program.optimizer),
+        "micro_batches": program.micro_batches,
+        "separable": program.separable,
+        "backend": program.backend,
+        "report": {**program.report.to_json(), "search_cost": program.report.search_cost},
+        "has_values": program.has_values,
+        "values_digest": program.values_digest,
+        "state_names": sorted(_state(program)),
+    }
+
+
+def _state(program: Program) -> dict[str, Tensor]:
+    """The extra entries of the plain module's state_dict, where there are values."""
+    return program.extra_state() if program.has_values else {}
+
+
+def _parameter_data(layout: ParameterLayout) -> dict[str, Any]:
+    return {
+        **_shaped_data(layout),
+        "trainable": layout.trainable,
+        "aliases": list(layout.aliases),
+        "shards": {axis: encode(shard) for axis, shard in layout.shards.items()},
+        "stages": list(layout.stages),
+    }
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of the batch in JSON: a tensor, by its description, or a constant."""
+
+    name: str
+    info: InputInfo | None
+    constant: Any
+
+    def data(self) -> dict[str, Any]:
+        if self.info is not None:
+            return {**_shaped_data(self.info), "batch_dim": self.info.batch_dim}
+        try:
+            return {"name": self.name, "constant": encode(self.constant)}
+        except TypeError as error:
+            raise UserError(
+                f"The program cannot be saved: its input '{self.name}' is a constant for which "
+                f"there is no text: {error}. Pass tensors, numbers, strings, flags or None."
+            ) from error
+
+
+def _input_spec_data(spec: InputSpec) -> dict[str, Any]:
+    leaves = [
+        _Leaf(name, leaf if isinstance(leaf, InputInfo) else None, leaf)
+        for name, leaf in zip(spec.names, spec.leaves, strict=True)
+    ]
+    try:
+        structure = json.loads(pytree.treespec_dumps(spec.structure))
+    except (NotImplementedError, TypeError) as error:
+        raise UserError(
+            f"The program cannot be saved: the structure of its batch has no text ({error}). Pass "
+            "the batch as tuples, lists and dicts."
+        ) from error
+    return {
+        "structure": structure,
+        "keywords": spec.keywords,
+        "leaves": [leaf.data() for leaf in leaves],
+    }
+
+
+def _shaped_data(value: Any) -> dict[str, Any]:
+    return {"name": value.name, "shape": list(value.shape), "dtype": encode(value.dtype)}
+
+
+# -- from JSON
+
+
+def _parameter(data: Mapping[str, Any]) -> ParameterLayout:
+    return ParameterLayout(
+        *_shaped(data),
+        trainable=data["trainable"],
+        aliases=tuple(data["aliases"]),
+        shards={axis: _decode(shard) for axis, shard in data["shards"].items()},
+        stages=tuple(data["stages"]),
+    )
+
+
+def _input_spec(data: Mapping[str, Any]) -> InputSpec:
+    leaves = [
+        InputInfo(*_shaped(leaf), leaf["batch_dim"])
+        if "shape" in leaf
+        else _decode(leaf["constant"])
+        for leaf in data["leaves"]
+    ]
+    structure = pytree.treespec_loads(json.dumps(data["structure"]))
+    names = tuple(leaf["name"] for leaf in data["leaves"])
+    return InputSpec(structure, data["keywords"], names, tuple(leaves))
+
+
+def _optimizer(data: Mapping[str, Any] | None) -> AdamW | None:
+    return None if data is None else AdamW(**{**data, "betas": tuple(data["betas"])})
+
+
+def _report(data: Mapping[str, Any]) -> CompileReport:
+    return CompileReport(
+        sharded=data["sharded"],
+        collectives=tuple({k: (v[0], v[1]) for k, v in s.items()} for s in data["collectives"]),
+        fallbacks=tuple(data["fallbacks"]),
+        notes=tuple(data["notes"]),
+        distinct_blocks=data["distinct_blocks"],
+        instances=data["instances"],
+        chunks=tuple(tuple(chunk) for chunk in data["chunks"]),
+        search_cost=data["search_cost"],
+    )
+
+
+def _shaped(data: Mapping[str, Any]) -> tuple[str, tuple[int, ...], torch.dtype]:
+    return data["name"], tuple(data["shape"]), _decode(data["dtype"])
+
+
+def _decode(data: Any) -> Any:
+    return Decoder().decode(data, {})
+
+
+# -- files
+
+
+def _graphs_file(stage: int | str) -> str:
+    return f"stage{stage}.graphs.json"
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    part = file.with_name(file.name + ".part")
+    part.write_text(text)
+    os.replace(part, file)
+
+
+def _save_tensors(program: Program, file: Path) -> None:
+    part = file.with_name(file.name + ".part")
+    if not program.has_values:
+        file.unlink(missing_ok=True)
+        return
+    tensors = {name: program.read_parameter(name) for name in program.parameters}
+    tensors |= {name: program.read_buffer(name) for name in program.buffers}
+    tensors |= {n: v for n, v in _state(program).items() if n not in tensors}
+    # copies: the file format takes no two names of one memory
+    save_file({n: v.detach().cpu().contiguous().clone() for n, v in tensors.items()}, part)
+    os.replace(part, file)
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{file} is missing. Save the program again with program.save(folder)."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}. Save the program again.") from error
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    file = folder / PROGRAM
+    if not file.is_file():
+        raise UserError(
+            f"{folder} holds no program: it has no {PROGRAM}. Give a folder that "
+            "program.save(folder) has written."
+        )
+    data = _read_json(file)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise UserError(f"{file} does not describe a program of MSC.")
+    if data.get("version") != VERSION:
+        raise UserError(
+            f"{file} is of version {data.get('version')!r}; this MSC reads version {VERSION}. "
+            "Compile and save the program again with it."
+        )
+    return data
