@@ -50,7 +50,7 @@ class ParameterLayout:
     def whole(self, parts: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
         """The whole tensor from the parts of `owners`, in order."""
         tensors = list(parts)
-        for axis, placement in reversed(self.shards.items()):
+        for axis, placement in reversed(list(self.shards.items())):
             size = mesh.axis_size(axis)
             tensors = [
                 unshard(tensors[start : start + size], placement)

@@ -76,9 +76,7 @@ def propagate_batch(
     return plan
 
 
-def _choose(
-    node: fx.Node, size: int, states: Mapping[Value, State], whole: Conflict
-) -> Strategy:
+def _choose(node: fx.Node, size: int, states: Mapping[Value, State], whole: Conflict) -> Strategy:
     operands = operands_of(node)
     rule = rule_of(node)
     num_results = max(1, len(_results(node)))
@@ -120,7 +118,7 @@ def _sharded(rule: Rule, current: list[State], size: int) -> Strategy | None:
 
 
 def _make_whole(node: fx.Node, seen: dict[Value, State], whole: Conflict) -> bool:
-    """Make one operand whole: rather a partial count than a partial loss, rather those than shards."""
+    """Make one operand whole: a partial count before a partial loss, shards last."""
 
     def rank(operand: Value) -> tuple[bool, bool]:
         return isinstance(seen[operand].value, Shard), differentiable(operand)

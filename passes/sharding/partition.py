@@ -204,7 +204,11 @@ class _Partitioner:
     def _inlined(self, function: Any, args: Any, kwargs: Any, source: fx.Node) -> fx.Node:
         tracer = fx.proxy.GraphAppendingTracer(self.graph)
         before = set(self.graph.nodes)
-        proxies = fx.map_arg((args, kwargs), lambda n: fx.Proxy(n, tracer))
+
+        def proxy(node: fx.Node) -> Any:
+            return fx.Proxy(node, tracer)
+
+        proxies: Any = fx.map_arg((args, kwargs), proxy)
         result = function(*proxies[0], **proxies[1])
         for node in self.graph.nodes:
             if node not in before:
