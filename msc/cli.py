@@ -1,0 +1,207 @@
+"""The command `msc`: verify and compile a model from the shell.
+
+Exit codes: 0 all is well; 1 the parallel program computes something else than the single-device
+one; 2 the input cannot be used, as one message on stderr (with --json, as JSON on stdout); 3 MSC
+itself failed, which is a bug of MSC's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import msc
+from msc.build_target import load_target, user_line
+from msc.ir.errors import MSCError, UserError
+from msc.summary import compile_json, print_compile, print_verify, verify_json
+
+DIFFERENT = 1
+UNUSABLE = 2
+BROKEN = 3
+
+app = typer.Typer(
+    name="msc",
+    help="Compile an ordinary PyTorch model into per-rank parallel training programs.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+class DType(StrEnum):
+    """What parameters and floating inputs are converted to."""
+
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+
+
+class Optimizer(StrEnum):
+    """The optimizers that a rank's program can contain."""
+
+    adamw = "adamw"
+
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="PACKAGE.MODULE:BUILD",
+        help="A function that returns (model, inputs) or (model, inputs, loss_fn).",
+    ),
+]
+MeshOption = Annotated[
+    str, typer.Option("--mesh", help="Axes and sizes, for example pp=2,dp=2,tp=2.")
+]
+MicroBatches = Annotated[
+    int, typer.Option("--microbatches", help="Parts of each dp rank's batch.", show_default=True)
+]
+Schedule = Annotated[str, typer.Option("--schedule", help="Pipeline schedule: 1f1b or gpipe.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", help="JSON file of an msc.Cluster; costs are seconds.")
+]
+Memory = Annotated[
+    int | None, typer.Option("--memory", help="Bytes that one rank may hold.", metavar="BYTES")
+]
+
+
+@app.command()
+def verify(
+    target: Target,
+    mesh: MeshOption = "",
+    microbatches: MicroBatches = 1,
+    schedule: Schedule = "1f1b",
+    dtype: Annotated[
+        DType | None, typer.Option("--dtype", help="Compare in this dtype; float64 is exact.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the parallel program and the single-device one, and compare loss and all gradients."""
+
+    def action() -> Callable[[], int]:
+        built = load_target(target)
+        report = msc.verify(
+            built.model,
+            built.inputs,
+            loss_fn=built.loss_fn,
+            mesh=mesh,
+            microbatches=microbatches,
+            schedule=schedule,
+            precision=None if dtype is None else dtype.value,
+        )
+
+        def show() -> int:
+            if as_json:
+                print(json.dumps(verify_json(report), indent=2))
+            else:
+                print_verify(report)
+            return 0 if report.ok else DIFFERENT
+
+        return show
+
+    raise typer.Exit(_guarded(action, as_json))
+
+
+@app.command("compile")
+def compile_command(
+    target: Target,
+    mesh: MeshOption = "",
+    microbatches: MicroBatches = 1,
+    schedule: Schedule = "1f1b",
+    optimizer: Annotated[
+        Optimizer | None, typer.Option("--optimizer", help="Include the optimizer's step.")
+    ] = None,
+    precision: Annotated[
+        DType | None, typer.Option("--precision", help="Convert parameters and inputs to this.")
+    ] = None,
+    cluster: ClusterFile = None,
+    memory: Memory = None,
+    dump: Annotated[
+        Path | None, typer.Option("--dump", help="Write all graphs as text into this folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile for every rank of a mesh and say what was made. Needs no device and no parameters."""
+
+    def action() -> Callable[[], int]:
+        built = load_target(target)
+        program = msc.compile(
+            built.model,
+            built.inputs,
+            loss_fn=built.loss_fn,
+            mesh=mesh,
+            microbatches=microbatches,
+            schedule=schedule,
+            optimizer=None if optimizer is None else msc.AdamW(),
+            precision=None if precision is None else precision.value,
+            cluster=cluster,
+            memory=memory,
+        )
+        if dump is not None:
+            _dump(program, dump)
+
+        def show() -> int:
+            if as_json:
+                print(json.dumps(compile_json(program, dump), indent=2))
+            else:
+                print_compile(program, dump)
+            return 0
+
+        return show
+
+    raise typer.Exit(_guarded(action, as_json))
+
+
+def _dump(program: msc.program.Program, folder: Path) -> None:
+    try:
+        program.dump(folder)
+    except OSError as error:
+        raise UserError(f"The folder '{folder}' cannot be written: {error}") from error
+
+
+def _guarded(action: Callable[[], Callable[[], int]], as_json: bool) -> int:
+    """Run `action`, then what it returns, which prints; the exit code.
+
+    What the user's code prints goes to stderr, so that stdout has the result alone.
+    """
+    try:
+        with _stdout_to_stderr():
+            show = action()
+    except UserError as error:
+        return _fail(str(error), UNUSABLE, as_json)
+    except MSCError as error:
+        return _fail(f"MSC failed, this is a bug in it or in a pass: {error}", BROKEN, as_json)
+    except Exception as error:
+        place = user_line(error)
+        text = f"MSC failed, this is a bug in it: {type(error).__name__}: {error}"
+        return _fail(f"{text}\n(while running {place})" if place else text, BROKEN, as_json)
+    return show()
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _fail(message: str, code: int, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"error": message}))
+    else:
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print("[bold red]error:[/bold red] ", end="")
+        console.print(message, markup=False)
+    return code
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """The entry point of the command; exits the process."""
+    app(args=arguments, prog_name="msc")

@@ -1,0 +1,372 @@
+"""The command `msc`: exit codes, one clear error each, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import msc
+from msc import cli
+from msc.program import Program
+from msc.summary import verify_json
+from msc.verification import VerifyReport
+
+MODELS = """
+import torch
+from torch import nn
+
+
+class Regressor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class Branches(Regressor):
+    def forward(self, x):
+        if x.sum() > 0:
+            x = -x
+        return super().forward(x).sum()
+
+
+class Reinterprets(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class Custom(Regressor):
+    def forward(self, x):
+        return super().forward(Reinterprets.apply(x)).sum()
+
+
+def build():
+    print("building")
+    torch.manual_seed(0)
+    return Regressor(), (torch.randn(8, 8),), torch.sum
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Regressor(), (torch.zeros(8, 8),), torch.sum
+
+
+def branches():
+    return Branches(), (torch.randn(8, 8),)
+
+
+def custom():
+    return Custom(), (torch.randn(8, 8),)
+
+
+def no_loss():
+    return Regressor(), (torch.randn(8, 8),)
+
+
+def raises():
+    raise RuntimeError("no [red]data[/red] today")
+
+
+def inside_torch():
+    return nn.Linear(3, 4)(torch.zeros(5)), (torch.zeros(5),)
+
+
+def one():
+    return Regressor()
+
+
+def no_model():
+    return 3, (torch.zeros(8, 8),)
+
+
+def bad_inputs():
+    return Regressor(), torch.zeros(8, 8)
+
+
+def bad_loss():
+    return Regressor(), (torch.zeros(8, 8),), 7
+
+
+not_a_function = 3
+"""
+
+# torch's log handlers keep the stderr of its import, which must not be a test's.
+assert torch.__version__
+
+NAMES = iter(range(10**6))
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module in the current folder, another one for each test."""
+    name = f"models_of_cli_test_{next(NAMES)}"
+    (tmp_path / f"{name}.py").write_text(MODELS)
+    (tmp_path / f"{name}_broken.py").write_text("def build(:\n")
+    (tmp_path / f"{name}_imports.py").write_text("import os\nimport not_installed_anywhere\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
+    yield name
+    for loaded in [each for each in sys.modules if each.startswith(name)]:
+        del sys.modules[loaded]
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(cli.app, list(arguments))
+    assert "Traceback" not in result.output
+    return result
+
+
+def error(*arguments: str) -> str:
+    """The message of a command that cannot use its input."""
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    return result.stderr
+
+
+def test_verify_agrees(models: str) -> None:
+    result = run("verify", f"{models}:build", "--mesh", "pp=2,tp=2", "--dtype", "float64")
+    assert result.exit_code == 0
+    assert "ok: loss and all gradients agree within 1e-10" in result.stdout
+    assert re.search(r"^4 gradients .*error \d", result.stdout, re.MULTILINE)
+    assert re.search(r"^tp +100\.0% +100\.0%$", result.stdout, re.MULTILINE)
+    assert "building" not in result.stdout
+
+
+def test_verify_json_is_only_json(models: str) -> None:
+    result = run("verify", f"{models}:build", "--mesh", "dp=2", "--microbatches", "2", "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["ok"], found["first_difference"]) == (0, True, "")
+    assert set(found["grad_errors"]) == {
+        f"layers.{i}.{name}" for i in range(2) for name in ("weight", "bias")
+    }
+    assert found["tolerance"] == 1e-5
+
+
+@pytest.fixture
+def wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every parallel run yield a wrong gradient of one parameter."""
+    original = Program.run_virtual
+
+    def run_virtual(self: Program, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        result.grads["layers.1.weight"] = result.grads["layers.1.weight"] * 1.5
+        return result
+
+    monkeypatch.setattr(Program, "run_virtual", run_virtual)
+
+
+@pytest.mark.usefixtures("wrong_gradient")
+def test_a_difference_is_named(models: str) -> None:
+    result = run("verify", f"{models}:build", "--mesh", "tp=2")
+    assert result.exit_code == 1
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("DIFFERENT")]
+    assert "gradient of layers.1.weight (module layers.1, placement" in line
+    assert "'tp': " in line
+    assert "error 0.5" in line
+
+
+@pytest.mark.usefixtures("wrong_gradient")
+def test_a_difference_is_named_in_json(models: str) -> None:
+    result = run("verify", f"{models}:build", "--mesh", "tp=2", "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["ok"]) == (1, False)
+    assert "layers.1.weight" in found["first_difference"]
+    assert found["grad_errors"]["layers.1.weight"] == pytest.approx(0.5)
+
+
+def test_compile_says_what_was_made(models: str) -> None:
+    result = run("compile", f"{models}:on_meta", "--mesh", "pp=2,tp=2", "--optimizer", "adamw")
+    assert result.exit_code == 0
+    text = result.stdout
+    assert "4 ranks on mesh pp=2,tp=2, 1 micro-batches" in text
+    assert "2 chunks, 2 distinct rank graphs" in text
+    assert re.search(r"^ +0 .*send over pp +1 +\d+", text, re.MULTILINE)
+    assert re.search(r"^ +1 +\d+ .*layers\.1", text, re.MULTILINE)
+    assert re.search(r"^differentiate +\d+\.\d{3}$", text, re.MULTILINE)
+    assert re.search(r"^total +\d+\.\d{3}$", text, re.MULTILINE)
+
+
+def test_compile_json_and_dump(models: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    arguments = ("--mesh", "dp=2,tp=2", "--dump", str(folder), "--json")
+    result = run("compile", f"{models}:build", *arguments)
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert (found["mesh"], found["ranks"]) == ({"dp": 2, "tp": 2}, 4)
+    assert found["cpu_seconds"]["capture"] > 0
+    assert found["sharded"]["dp"]["flops"] == 1
+    assert "ranks 0-3" in (folder / "index.txt").read_text()
+
+
+def test_the_schedule_reaches_the_program(models: str, tmp_path: Path) -> None:
+    texts = []
+    for schedule in ("gpipe", "1f1b"):
+        folder = tmp_path / schedule
+        options = ("--mesh", "pp=2", "--microbatches", "4", "--schedule", schedule)
+        assert run("compile", f"{models}:build", *options, "--dump", str(folder)).exit_code == 0
+        texts.append((folder / "stage0.step.txt").read_text())
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("raises", r"raises failed at models_\w+\.py:\d+ in raises: raise RuntimeError\("),
+        ("raises", r"RuntimeError: no \[red\]data\[/red\] today"),
+        ("inside_torch", r"py:\d+ in inside_torch: return nn\.Linear\(3, 4\)"),
+        ("one", r"one returned a Regressor; build\(\) returns \(model, inputs\)"),
+        ("no_model", r"returned a int in the place of the model"),
+        ("bad_inputs", r"returned inputs that are a Tensor"),
+        ("bad_loss", r"returned a int in the place of loss_fn"),
+        ("missing", r"Module 'models_\w+' has no 'missing'"),
+        ("not_a_function", r"does not make a function of 'not_a_function'"),
+        ("branches", r"models_\w+\.py:\d+ in forward: if x\.sum\(\) > 0:"),
+        ("custom", r"Reinterprets is a torch\.autograd\.Function"),
+        ("no_loss", r"loss"),
+    ],
+)
+def test_errors_of_the_users_code(models: str, function: str, message: str) -> None:
+    assert re.search(message, error("compile", f"{models}:{function}"))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no_such_module:build", r"There is no module 'no_such_module' to import"),
+        ("no_such.module:build", r"There is no module 'no_such' to import"),
+        ("{models}", r"names no function\. Write package\.module:function"),
+        ("{models}:", r"names no function"),
+        ("{models}_broken:build", r"Importing 'models_\w+_broken' failed\nSyntaxError: .*line 1"),
+        ("{models}_imports:build", r"failed at models_\w+_imports\.py:2 in <module>: import not_"),
+    ],
+)
+def test_errors_of_the_target(models: str, target: str, message: str) -> None:
+    assert re.search(message, error("verify", target.format(models=models)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "xx=2"], "Mesh axis 'xx' is unknown"),
+        (["--mesh", "tp"], "write axes as name=size"),
+        (["--mesh", "tp=0"], "has size 0"),
+        (["--mesh", "dp=3"], "does not split evenly over dp=3"),
+        (["--mesh", "dp=2", "--microbatches", "8"], "= 16 parts"),
+        (["--microbatches", "0"], "microbatches is 0"),
+        (["--mesh", "pp=8"], "8"),
+        (["--schedule", "zigzag"], "Schedule 'zigzag' is unknown"),
+    ],
+)
+@pytest.mark.parametrize("command", ["verify", "compile"])
+def test_errors_of_the_plan(models: str, command: str, options: list[str], message: str) -> None:
+    assert message in error(command, f"{models}:build", *options)
+
+
+def test_errors_of_compile_options(models: str, tmp_path: Path) -> None:
+    target = f"{models}:build"
+    garbled = tmp_path / "cluster.json"
+    garbled.write_text("{")
+    assert "Cluster file 'nowhere.json'" in error("compile", target, "--cluster", "nowhere.json")
+    assert f"Cluster file '{garbled}'" in error("compile", target, "--cluster", str(garbled))
+    assert "Pipeline stage 0 needs" in error("compile", target, "--memory", "100")
+    occupied = error("compile", target, "--dump", str(garbled))
+    assert f"The folder '{garbled}' cannot be written" in occupied
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compile", "m:build", "--unknown"],
+        ["compile", "m:build", "--optimizer", "sgd"],
+        ["verify", "m:build", "--dtype", "int8"],
+        ["verify", "m:build", "--microbatches", "two"],
+        ["verify"],
+        ["unknown"],
+    ],
+)
+def test_usage_errors(arguments: list[str]) -> None:
+    assert "Usage: " in error(*arguments)
+
+
+def test_an_error_in_json(models: str) -> None:
+    result = run("verify", f"{models}:build", "--mesh", "xx=2", "--json")
+    assert result.exit_code == 2
+    assert "Mesh axis 'xx' is unknown" in json.loads(result.stdout)["error"]
+
+
+def test_a_model_without_values_cannot_be_verified(models: str) -> None:
+    assert "has no values" in error("verify", f"{models}:on_meta", "--mesh", "tp=2")
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (msc.VerifyError("%y has no type"), "MSC failed, this is a bug in it or in a pass: %y has"),
+        (KeyError("lost"), "MSC failed, this is a bug in it: KeyError: 'lost'"),
+    ],
+)
+def test_a_failure_of_msc_itself(
+    models: str, monkeypatch: pytest.MonkeyPatch, raised: Exception, message: str
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(msc, "compile", fail, raising=False)
+    result = run("compile", f"{models}:build")
+    assert result.exit_code == 3
+    assert message in result.stderr
+
+
+def test_infinite_errors_are_valid_json() -> None:
+    report = VerifyReport(
+        ok=False,
+        loss=float("nan"),
+        reference_loss=1.0,
+        loss_error=float("inf"),
+        grad_errors={"w": float("inf")},
+        eager_errors={},
+        sharded={},
+        notes=(),
+        fallbacks=(),
+        tolerance=1e-5,
+        first_difference="loss: error inf",
+    )
+    found = json.loads(json.dumps(verify_json(report), allow_nan=False))
+    assert (found["loss"], found["loss_error"], found["grad_errors"]) == (
+        "nan",
+        "inf",
+        {"w": "inf"},
+    )
+
+
+def test_as_a_process(models: str) -> None:
+    command = [sys.executable, "-m", "msc", "verify", f"{models}:build", "--mesh", "tp=2"]
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "building\n")
+    assert "ok: loss and all gradients agree" in done.stdout
+    command[-1] = "tp=two"
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert "error: Mesh 'tp=two' has the part 'tp=two'" in done.stderr
