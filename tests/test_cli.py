@@ -370,3 +370,12 @@ def test_as_a_process(models: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "Traceback" not in done.stderr
     assert "error: Mesh 'tp=two' has the part 'tp=two'" in done.stderr
+
+
+def test_an_export_error_is_one_message(models: str) -> None:
+    """torch.export prints the graph so far and logs warnings before it raises."""
+    command = [sys.executable, "-m", "msc", "compile", f"{models}:branches"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: The program depends on .*\n", done.stderr)

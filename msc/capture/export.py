@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
