@@ -99,6 +99,8 @@ class _BatchSharder:
         return sharded(dim) if batched and dim is not None else VARYING
 
     def _hoist_operand(self, node: fx.Node, operand: Value) -> bool:
+        if not self.over_time:
+            return True  # over dp alone a collective in place does it
         for read in dict.fromkeys(operand_nodes(node)):
             if value_of(read) == operand:
                 node.replace_input_with(read, self._whole(read))
@@ -184,13 +186,15 @@ class _BatchSharder:
         nodes = placeholders(gm)
 
         def whole(node: fx.Node, operand: Value) -> bool:
+            if not self.over_time:
+                return True
             source = operand[0]
             if source.op == "placeholder" and source.meta["kind"] != "value":
                 index = nodes.index(source)
                 if sources[index].kind == "prelude":
                     sources[index] = Source("prelude", self._whole_output(sources[index].name))
                     raise _Restart
-            return not self.over_time  # over dp a collective does it; over time nothing can
+            return False  # nothing can gather over time
 
         return whole
 

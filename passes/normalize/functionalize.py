@@ -107,7 +107,8 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     if node.target is operator.getitem:
-        return node.args[0]
+        # a part of what split returns; the results of topk have memory of their own
+        return node.args[0] if _viewed(node.args[0]) is not None else None
     if isinstance(node.target, OpOverload) and may_alias(node.target):
         return node.args[0]
     return None
@@ -159,6 +160,8 @@ def _into_whole(
     emit: Emitter, node: fx.Node, part: fx.Node, whole: fx.Node, new: fx.Node, state: _State
 ) -> fx.Node:
     """`whole` with its part `part` replaced by `new`."""
+    if part.target is operator.getitem:
+        raise _refusal(node, f"it writes to a part of {part.args[0].target}")  # type: ignore[union-attr]
     shape, before, rest = shape_of(whole), state.value(whole), part.args[1:]
     if part.target is aten.select.int:
         return emit(aten.select_scatter.default, before, new, *rest, shape=shape)
