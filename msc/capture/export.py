@@ -61,6 +61,7 @@ def _export(
 ) -> ExportedProgram:
     shapes = None if dynamic is None else (dynamic,)
     with (
+        _quiet(),
         observe_autograd_functions(_refuse),
         _inline_checkpoints(),
         torch.enable_grad(),
@@ -69,6 +70,27 @@ def _export(
         # What torch.export warns about (its own deprecations) is nothing the user can act on.
         warnings.simplefilter("ignore")
         return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop what torch.export says on its way to raising: `explain` says it in one sentence.
+
+    It prints the graph so far to stderr, and logs that it knows no name for a symbol.
+    """
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    said = io.StringIO()
+    log.addFilter(_is_error)
+    try:
+        with redirect_stderr(said):
+            yield
+    finally:
+        log.removeFilter(_is_error)
+    sys.stderr.write(said.getvalue())  # no failure: it came from the user's code
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _refuse(function: type[Any]) -> None:
