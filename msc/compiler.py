@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from msc.capture import Captured, capture
 from msc.cost import Cluster, CostModel
+from msc.ir import flags
 from msc.ir.errors import PlanError, UserError
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
 from msc.ir.mesh import Mesh
@@ -89,15 +90,18 @@ def compile(
         unit = new_unit(again, settings, captured)
         scale_loss(unit.graphs["forward"], microbatches)
         pipeline.run(unit)
+    if not unit.rank_graphs:
+        raise UserError(
+            f"Compilation stopped after pass '{unit.log[-1].name}', as {flags.STOP_AFTER.name} asks: "
+            f"no program was made. {flags.DUMP.name}=<folder> writes what the passes made."
+        )
     report = make_report(unit, seconds, notes)
     program = Program(
         mesh=settings.mesh,
         rank_graphs=unit.rank_graphs,
         parameters=_parameters(captured, unit),
         buffers={n: BufferLayout(n, b.shape, b.dtype) for n, b in captured.buffers.items()},
-        inputs=tuple(
-            InputLayout(i.name, i.shape, i.dtype, i.batch_dim) for i in captured.inputs
-        ),
+        inputs=tuple(InputLayout(i.name, i.shape, i.dtype, i.batch_dim) for i in captured.inputs),
         input_spec=captured.input_spec,
         dtype=dtype,
         optimizer=optimizer,
@@ -157,9 +161,7 @@ def check_batch(captured: Captured, settings: Settings) -> None:
         )
 
 
-def new_unit(
-    captured: Captured, settings: Settings, whole: Captured | None = None
-) -> Compilation:
+def new_unit(captured: Captured, settings: Settings, whole: Captured | None = None) -> Compilation:
     """The compilation that starts from a capture; `whole` is the capture of the global batch."""
     for node in captured.graph.graph.find_nodes(op="placeholder"):
         if node.meta["kind"] == "parameter":
@@ -206,8 +208,9 @@ def _not_separable(error: NotSeparableError) -> str:
     node = error.node
     where = node.meta.get("module_path") or node.meta.get("source") or node.name
     return (
-        f"The loss is not a sum over samples: {where} ({node.target}) combines samples of the batch. "
-        "It is computed per micro-batch and averaged, as gradient accumulation on one device does."
+        f"The loss is not a sum over samples: {where} ({node.target}) combines samples of the "
+        "batch. It is computed per micro-batch and averaged, as gradient accumulation on one "
+        "device does."
     )
 
 

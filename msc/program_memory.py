@@ -16,8 +16,8 @@ _VIEWS = {actions.micro_batch, actions.unflatten, actions.adamw}
 def memory_bytes(graph: fx.GraphModule) -> int:
     """Largest sum of bytes live between two nodes of a rank graph.
 
-    Counts parameters, moments, inputs, saved activations, values in transfer and gradients; not what
-    a chunk uses only inside.
+    Counts parameters, moments, inputs, saved activations, values in transfer and gradients; not
+    what a chunk uses only inside.
     """
     order = list(graph.graph.nodes)
     last: dict[fx.Node, int] = {}

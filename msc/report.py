@@ -1,4 +1,4 @@
-"""What a compilation says about itself: how much each axis shards, what it sends, what fell back."""
+"""What a compilation says about itself: what each axis shards, what it sends, what fell back."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ class CompileReport:
         """Plain data; without times, so that equal programs have equal reports."""
         return {
             "sharded": {axis: dict(found) for axis, found in self.sharded.items()},
-            "collectives": [
-                {k: list(v) for k, v in stage.items()} for stage in self.collectives
-            ],
+            "collectives": [{k: list(v) for k, v in stage.items()} for stage in self.collectives],
             "fallbacks": list(self.fallbacks),
             "notes": list(self.notes),
             "distinct_blocks": self.distinct_blocks,
@@ -67,9 +65,7 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         cpu_seconds=seconds,
         distinct_blocks=len(unit.structure.blocks),
         instances=len(unit.structure.instances),
-        chunks=tuple(
-            tuple(instance.path for instance in chunk.instances) for chunk in unit.chunks
-        ),
+        chunks=tuple(tuple(instance.path for instance in chunk.instances) for chunk in unit.chunks),
         search_cost=unit.placed.cost if unit.placed else 0.0,
     )
 
@@ -154,8 +150,8 @@ def _fallbacks(unit: Compilation) -> list[str]:
             elif is_gemm(node.target):
                 lengths = ", ".join(str(n) for n in dict.fromkeys(factors(rule).values()) if n > 1)
                 found[
-                    f"{where}: {op} runs whole on every tp rank: tp={size} does not split it evenly "
-                    f"(dims {lengths})"
+                    f"{where}: {op} runs whole on every tp rank: tp={size} does not split it "
+                    f"evenly (dims {lengths})"
                 ] = None
     return list(found)
 
@@ -171,14 +167,12 @@ def _collectives(gm: fx.GraphModule) -> dict[str, tuple[int, int]]:
         for node in module.graph.nodes:
             if node.op == "call_module":
                 inner = count(module.get_submodule(str(node.target)))  # type: ignore[arg-type]
-                for kind, (calls, size) in inner.items():
-                    had = found.get(kind, (0, 0))
-                    found[kind] = (had[0] + calls, had[1] + size)
+                for name, (calls, size) in inner.items():
+                    had = found.get(name, (0, 0))
+                    found[name] = (had[0] + calls, had[1] + size)
             elif (kind := _kind(node)) is not None:
                 had = found.get(kind, (0, 0))
-                size = sum(
-                    nbytes(t) for o in node.all_input_nodes for t in tensors_of(o)
-                )
+                size = sum(nbytes(t) for o in node.all_input_nodes for t in tensors_of(o))
                 found[kind] = (had[0] + 1, had[1] + size)
         memo[id(module)] = found
         return found

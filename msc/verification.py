@@ -14,7 +14,6 @@ from msc.capture.loss import LossFunction, LossModule
 from msc.compiler import compile as compile_program
 from msc.compiler import per_micro_batch
 from msc.ir.errors import UserError
-
 from msc.passes.normalize import NORMALIZE
 from msc.program import Program
 
@@ -143,11 +142,11 @@ class Reference:
         self.program = program
         self.model = model
         known = {k: options.get(k) for k in ("loss_fn", "batch_dims")}
-        whole = capture(model, inputs, dtype=program.dtype, **known)  # type: ignore[arg-type]
+        whole = capture(model, inputs, dtype=program.dtype, **known)
         self.parts = 1 if program.separable else program.micro_batches
         if self.parts > 1:
             part = per_micro_batch(whole, inputs, self.parts)
-            whole = capture(model, part, dtype=program.dtype, **known)  # type: ignore[arg-type]
+            whole = capture(model, part, dtype=program.dtype, **known)
         for each in NORMALIZE:
             each.run(whole.graph, None)
         whole.graph.recompile()
@@ -215,7 +214,6 @@ class Reference:
         (loss,) = fx.Interpreter(graph).run(*arguments)
         assert isinstance(loss, Tensor)
         return loss
-
 
 
 def eager_errors(
@@ -290,5 +288,3 @@ def _first_difference(
         if not error <= max(tolerance, TOLERANCE[torch.float32]):
             return f"captured graph against eager, {name}: error {error:.3g}"
     return ""
-
-
