@@ -149,10 +149,15 @@ class Program:
 
     def flatten(self, batch: Any) -> list[Tensor]:
         """The tensors of a global batch; `InputError` if it is not what was compiled."""
-        tensors = self.input_spec.flatten(batch)
-        if self.dtype is None:
-            return tensors
-        return [t.to(self.dtype) if t.is_floating_point() else t for t in tensors]
+        return self.cast(self.input_spec.flatten(batch))
+
+    def cast(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Floating tensors in the program's precision."""
+        return [self._cast(tensor) for tensor in tensors]
+
+    def dtype_of(self, layout: ParameterLayout) -> torch.dtype:
+        """The dtype in which the program holds a parameter."""
+        return self.dtype if self.dtype and layout.dtype.is_floating_point else layout.dtype
 
     def initial_state(self, rank: int, seed: int = 0) -> RankState:
         """A rank's shards of the model's parameters. `seed` keys all random numbers of training."""
@@ -324,7 +329,7 @@ class Program:
         for name in sorted(self.parameters):
             value = self.read_parameter(name).contiguous().reshape(-1).view(torch.uint8)
             digest.update(name.encode())
-            digest.update(memoryview(value.cpu().numpy()))
+            digest.update(value.cpu().numpy().data)
         return digest.hexdigest()
 
     def save(self, folder: str | Path) -> None:

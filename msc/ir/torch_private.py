@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+# Key-value stores. torch.distributed has these names too, but its type stubs do not.
+from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
 
 # The joint forward and backward graph, and what its inputs and outputs stand for.
 from torch._functorch._aot_autograd.descriptors import (
@@ -34,6 +39,12 @@ from torch._ops import OpOverload as OpOverload
 # them, and no public constructor exists.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# The store of a process group that MSC has not made.
+from torch.distributed.distributed_c10d import _get_default_store
+
+# A GraphModule that generates its code when it is first run or read, and not when it is made.
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
 def is_mutable(op: OpOverload) -> bool:
@@ -61,6 +72,15 @@ def new_fake(
     else:
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return FakeTensor(mode, meta, torch.device("cpu"))
+
+
+def lazy_graph_module(modules: Mapping[str, nn.Module], graph: fx.Graph) -> fx.GraphModule:
+    """A GraphModule whose Python code is generated when it is first run or read.
+
+    Executors emit code of their own, so that of most graphs is never wanted, and making it would be
+    a third of the time of all passes on a large model.
+    """
+    return _LazyGraphModule(dict[str, Any](modules), graph)
 
 
 def tensor_registries(
@@ -221,3 +241,8 @@ def observe_autograd_functions(observer: Callable[[type[Any]], None]) -> Iterato
         yield
     finally:
         module._is_setup_context_defined = original
+
+
+def default_store() -> Store:
+    """The key-value store of the default process group, which no public function gives back."""
+    return _get_default_store()

@@ -1,0 +1,133 @@
+"""Where a rank's rows come from: an iterable of global batches, or rows asked for by number."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from msc.capture.inputs import InputInfo
+from msc.ir.errors import InputError
+from msc.ir.layout import InputLayout
+from msc.program import Program
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Data that gives any rows of any step, so that a rank reads its own alone."""
+
+    def rows(self, step: int, indices: Sequence[int]) -> Any:
+        """Rows `indices` of the global batch of `step` (from 0), as a batch of that many rows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept to give the same rows after a restart."""
+
+
+Data = RowSource | Iterable[Any]
+
+
+class Batches:
+    """One rank's inputs, step after step.
+
+    Every rank must be given the same data. From an iterable each rank takes its part of every
+    global batch; of a `RowSource` it asks its own rows only, and none if its stage reads none.
+    """
+
+    def __init__(self, program: Program, rank: int, data: Data, device: torch.device) -> None:
+        if not isinstance(data, (RowSource, Iterable)):
+            raise InputError(
+                f"data is a {type(data).__name__}; it is an iterable of global batches, or an "
+                "object with rows(step, indices) and state_dict()."
+            )
+        self._program = program
+        self._rank = rank
+        self._data = data
+        self._device = device
+        self._iterator: Iterator[Any] | None = None
+        self._taken = 0
+        self._wanted = {
+            node.meta["name"]
+            for node in program.rank_graph(rank).graph.find_nodes(op="placeholder")
+            if node.meta["kind"] == "input"
+        }
+
+    @property
+    def endless(self) -> bool:
+        """Whether the data has no end of its own."""
+        return isinstance(self._data, RowSource)
+
+    def next(self, step: int) -> dict[str, Tensor] | None:
+        """The rank's inputs of `step`; None if the data has ended."""
+        if isinstance(self._data, RowSource):
+            return self._rows(self._data, step) if self._wanted else {}
+        if self._iterator is None:
+            self._iterator = iter(self._data)
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            return None
+        self._taken += 1
+        return self._move(self._program.local_inputs(batch, self._rank))
+
+    def need(self, step: int, last: int) -> dict[str, Tensor]:
+        """As `next`, where the data must go on; `last` is the last step that was asked for."""
+        found = self.next(step)
+        if found is None:
+            raise InputError(
+                f"The data ended at step {step}: it had {self._taken} batches, and training was to "
+                f"go on to step {last}. Pass an iterable with a batch for every step, such as "
+                "itertools.cycle(batches), or fit fewer steps."
+            )
+        return found
+
+    def _rows(self, data: RowSource, step: int) -> dict[str, Tensor]:
+        program, rank = self._program, self._rank
+        first, count = batch_rows(program, rank)
+        parts = [_with_rows(layout, count) for layout in program.inputs]
+        batch = data.rows(step, range(first, first + count))
+        supply = iter(parts)
+        spec = program.input_spec
+        leaves = tuple(
+            dataclasses.replace(leaf, shape=next(supply).shape)
+            if isinstance(leaf, InputInfo)
+            else leaf
+            for leaf in spec.leaves
+        )
+        try:
+            tensors = dataclasses.replace(spec, leaves=leaves).flatten(batch)
+        except InputError as error:
+            error.add_note(f"in what rows({step}, {count} indices) gave to rank {rank}")
+            raise
+        tensors = program.cast(tensors)
+        return self._move({p.name: t for p, t in zip(parts, tensors, strict=True)})
+
+    def _move(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: t.to(self._device) for n, t in inputs.items() if n in self._wanted}
+
+
+def batch_rows(program: Program, rank: int) -> tuple[int, int]:
+    """The first row of the global batch that `rank` works on, and their number."""
+    size = next(i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None)
+    count = size // program.mesh.axis_size("dp")
+    return program.mesh.coordinate(rank).get("dp", 0) * count, count
+
+
+def _with_rows(layout: InputLayout, count: int) -> InputLayout:
+    if layout.batch_dim is None:
+        return layout
+    shape = list(layout.shape)
+    shape[layout.batch_dim] = count
+    return dataclasses.replace(layout, shape=tuple(shape))
+
+
+def samples_and_tokens(program: Program) -> tuple[int, int | None]:
+    """Samples in a global batch, and tokens if its first input is a batch of sequences."""
+    first = next(i for i in program.inputs if i.batch_dim is not None)
+    assert first.batch_dim is not None
+    samples = first.shape[first.batch_dim]
+    if first.dtype.is_floating_point or len(first.shape) < 2:
+        return samples, None
+    return samples, first.shape[0] * first.shape[1]

@@ -1,0 +1,221 @@
+"""`msc.Trainer`: run a program's steps on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from msc.batches import Batches, Data, samples_and_tokens
+from msc.gathering import gather_whole
+from msc.ir.errors import CommunicationError, InputError, PlanError
+from msc.passes.forward_only import forward_only
+from msc.program import Program, advance
+from msc.progress import Log, TrainingProgress
+from msc.ranks import is_lost_peer, join
+from msc.runtime.process import Backend, ProcessExecutor
+
+
+class Trainer:
+    """One rank of a training run: every process of the job makes one, with equal arguments.
+
+    Under torchrun it initializes torch.distributed if nobody has; a program for one rank runs in
+    this process without a launcher. Making a Trainer and all of its methods except `close` are
+    collective. `with Trainer(...) as trainer` leaves the job at the end; otherwise the end of the
+    process does.
+
+    losses: the loss of every step so far, of the whole global batch, equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        data: Data,
+        *,
+        seed: int = 0,
+        log: Log = True,
+        device: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Join the job and make this rank's state.
+
+        Args:
+            program: what `msc.compile` or `msc.load` gave; the same on every rank.
+            data: an iterable of global batches, or an object with `rows(step, indices)` and
+                `state_dict()`, of which each rank asks its own rows only.
+            seed: keys all random numbers of training.
+            log: what rank 0 shows (see `TrainingProgress`).
+            device: "cpu" or "cuda"; None takes CUDA where there is one.
+            timeout_s: how long a rank waits for another before it gives up.
+
+        Raises:
+            PlanError: the number of processes is not the size of the mesh.
+            CommunicationError: ranks have different programs, seeds or initial parameters.
+        """
+        self.program = program
+        self.losses: list[float] = []
+        self._log = log
+        self._evaluation: tuple[fx.GraphModule, ProcessExecutor] | None = None
+        self._job = join(program.mesh, device, timedelta(seconds=timeout_s))
+        try:
+            self._start(data, seed)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, data: Data, seed: int) -> None:
+        job, program = self._job, self.program
+        job.agree(
+            {
+                "program": program.fingerprint,
+                "seed": str(seed),
+                "set of initial parameters": program.values_digest,
+            }
+        )
+        self._graph = program.rank_graph(job.rank)
+        self._batches = Batches(program, job.rank, data, job.device)
+        self._executor = self._new_executor(self._graph)
+        self._state = program.initial_state(job.rank, seed)
+        for values in (self._state.parameters, self._state.buffers):
+            values.update({name: value.to(job.device) for name, value in values.items()})
+
+    def _new_executor(self, graph: fx.GraphModule) -> ProcessExecutor:
+        backend = cast(Backend, self.program.backend)
+        return ProcessExecutor(self.program.mesh, graph, backend, self._job.timeout)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the mesh."""
+        return self._job.rank
+
+    @property
+    def step(self) -> int:
+        """The number of steps taken."""
+        return self._state.step
+
+    # -- running
+
+    def fit(self, steps: int) -> None:
+        """Take `steps` more steps, and add their losses to `losses`.
+
+        Raises `InputError` if the data ends before, or a batch is not what was compiled for;
+        `CommunicationError`, which names this rank, the step and the ranks that are silent, if
+        another rank does not answer.
+        """
+        self._check_open()
+        if self.program.optimizer is None:
+            raise PlanError(
+                "This program has no optimizer, so training would change nothing. Compile with "
+                "optimizer=msc.AdamW(...)."
+            )
+        samples, tokens = samples_and_tokens(self.program)
+        work, unit = (samples, "samples") if tokens is None else (tokens, "tokens")
+        log = self._log if self.rank == 0 else False
+        last = self.step + steps
+        with TrainingProgress(log, self.step, steps, work, unit) as progress:
+            while self.step < last:
+                with self._in_step(self.step + 1):
+                    inputs = self._batches.need(self.step, last)
+                    outputs = self._executor.run(self._state.arguments(self._graph, inputs))
+                    loss = float(outputs["loss"])
+                advance(self._state, self._graph, outputs)
+                self.losses.append(loss)
+                progress.step(self.step, loss)
+
+    def evaluate(self, data: Data, steps: int | None = None) -> float:
+        """The mean loss of the batches in `data`, at most `steps` of them.
+
+        Runs forward passes only, without dropout: parameters, moments and the step count stay as
+        they are. An object with `rows` has no end, so it needs `steps`.
+        """
+        self._check_open()
+        batches = Batches(self.program, self.rank, data, self._job.device)
+        if steps is None and batches.endless:
+            raise InputError("Data with rows(step, indices) has no end: say how many steps.")
+        losses: list[float] = []
+        while steps is None or len(losses) < steps:
+            with self._in_step(self.step, "evaluation batch " + str(len(losses) + 1)):
+                inputs = batches.next(len(losses))
+                if inputs is None:
+                    break
+                graph, executor = self._evaluator()
+                losses.append(float(executor.run(self._state.arguments(graph, inputs))["loss"]))
+        if not losses:
+            raise InputError("The data to evaluate on has no batch.")
+        return sum(losses) / len(losses)
+
+    def _evaluator(self) -> tuple[fx.GraphModule, ProcessExecutor]:
+        if self._evaluation is None:
+            graph = forward_only(self._graph)
+            self._evaluation = graph, self._new_executor(graph)
+        return self._evaluation
+
+    @contextmanager
+    def _in_step(self, step: int, what: str = "") -> Iterator[None]:
+        """Errors inside are told to the other ranks, and name the step."""
+        try:
+            yield
+        except Exception as error:
+            self._job.report(step, error)
+            if is_lost_peer(error):
+                raise self._job.explain(step, error) from error
+            error.add_note(f"{self._job}, step {step}" + (f", {what}" if what else ""))
+            raise
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole trained parameters under the plain module's names, for its `load_state_dict`.
+
+        Gathered to every rank, on the CPU.
+        """
+        self._check_open()
+        found = gather_whole(self.program, self._state.parameters, self.rank, self._job.device)
+        for name, layout in self.program.parameters.items():
+            if not layout.stages:  # no stage reads it
+                found[name] = self.program.read_parameter(name).clone()
+        return self.program.state_dict(found)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """`{"step", "first_moment", "second_moment"}`, the moments whole, by parameter name.
+
+        Gathered to every rank, on the CPU. A moment that no step has changed yet is zero.
+        """
+        self._check_open()
+        trained = [n for n, layout in self.program.parameters.items() if layout.trainable]
+        result: dict[str, Any] = {"step": self.step}
+        for moment in ("first_moment", "second_moment"):
+            shards = {
+                name: self._state.moments.get(f"{moment}.{name}", torch.zeros_like(value))
+                for name, value in self._state.parameters.items()
+            }
+            result[moment] = gather_whole(
+                self.program, shards, self.rank, self._job.device, trained
+            )
+        return result
+
+    # -- leaving
+
+    def close(self) -> None:
+        """Leave the job. The last Trainer of a process destroys the process group it has made."""
+        self._job.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._job.open:
+            raise CommunicationError("This Trainer was closed: its process has left the job.")
