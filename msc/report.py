@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from msc.cost.flops import call_flops, is_gemm, nbytes
+from msc.ir.placement import Shard
 from msc.ir.structure import placeholders
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.compilation import Compilation
@@ -24,6 +25,7 @@ class CompileReport:
         "flops" counts the forward; "parameters" counts bytes.
     collectives: per pipeline stage, kind -> (calls per step, bytes per step of one rank).
     fallbacks: calls that run whole on every tp rank though they could be large, with the reason.
+    replicated: parameters with two or more dims that every tp rank holds whole.
     notes: what the compiler did otherwise than a user might expect.
     cpu_seconds: pass -> seconds; "capture" is the first.
     """
@@ -32,6 +34,7 @@ class CompileReport:
     collectives: tuple[Mapping[str, tuple[int, int]], ...]
     fallbacks: tuple[str, ...]
     notes: tuple[str, ...]
+    replicated: tuple[str, ...] = ()
     cpu_seconds: Mapping[str, float] = field(default_factory=dict)
     distinct_blocks: int = 0
     instances: int = 0
@@ -45,6 +48,7 @@ class CompileReport:
             "collectives": [{k: list(v) for k, v in stage.items()} for stage in self.collectives],
             "fallbacks": list(self.fallbacks),
             "notes": list(self.notes),
+            "replicated": list(self.replicated),
             "distinct_blocks": self.distinct_blocks,
             "instances": self.instances,
             "chunks": [list(chunk) for chunk in self.chunks],
@@ -62,6 +66,7 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         collectives=tuple(_collectives(gm) for gm in unit.rank_graphs),
         fallbacks=tuple(fallbacks),
         notes=(*notes, *unit.notes),
+        replicated=tuple(_replicated(unit)),
         cpu_seconds=seconds,
         distinct_blocks=len(unit.structure.blocks),
         instances=len(unit.structure.instances),
@@ -128,8 +133,22 @@ def _sharded_parameters(unit: Compilation, axis: str) -> float:
                 split += size if len(unit.stages_of[source.name]) == 1 else 0
             else:
                 state = unit.parameter_states[source.name].get(axis)
-                split += size if state is not None and hasattr(state.value, "dim") else 0
+                split += size if state is not None and isinstance(state.value, Shard) else 0
     return split / total if total else 1.0
+
+
+def _replicated(unit: Compilation) -> list[str]:
+    """Weights that tp does not shard, with their shapes."""
+    if unit.placed is None:
+        return []
+    found: dict[str, None] = {}
+    for instance in unit.structure.instances:
+        gm = unit.structure.blocks[instance.block]
+        for node, source in zip(placeholders(gm), instance.sources, strict=True):
+            whole = not isinstance(unit.placed.placeholders[node].value, Shard)
+            if source.kind == "parameter" and whole and node.meta["val"].dim() > 1:
+                found[f"{source.name} {tuple(node.meta['val'].shape)}"] = None
+    return list(found)
 
 
 def _fallbacks(unit: Compilation) -> list[str]:

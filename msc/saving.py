@@ -254,6 +254,7 @@ def _report(data: Mapping[str, Any]) -> CompileReport:
         collectives=tuple({k: (v[0], v[1]) for k, v in s.items()} for s in data["collectives"]),
         fallbacks=tuple(data["fallbacks"]),
         notes=tuple(data["notes"]),
+        replicated=tuple(data["replicated"]),
         distinct_blocks=data["distinct_blocks"],
         instances=data["instances"],
         chunks=tuple(tuple(chunk) for chunk in data["chunks"]),

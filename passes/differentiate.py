@@ -11,6 +11,7 @@ wait nodes. Numerics: kept bit for bit.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,11 @@ class _Splitter:
         self.outputs, self.grads = joint_outputs(joint)
         self.input_index = {node: index for index, node in self.primals.items()}
         self.forward_nodes = self._ancestors(self.outputs.values())
+        for node in joint.graph.nodes:
+            # a result that only the backward reads is picked in the forward, so that the others
+            # of the same call need not be saved with it
+            if node.target is operator.getitem and node.args[0] in self.forward_nodes:
+                self.forward_nodes.add(node)
         for node in joint.graph.nodes:
             custom = node.meta.get("custom") or {}
             node.meta.update({k: v for k, v in custom.items() if v is not None})

@@ -167,7 +167,8 @@ class _Program:
                 reduce = self.model.collective(
                     "all_reduce", nbytes(node.meta["val"]), self.axis.size
                 )
-                options.append((VARYING, penalty + reduce / self.num_micro_batches))
+                # once per step, in a bucket with others: cheaper than the same bytes on their own
+                options.append((VARYING, penalty + reduce / (2 * self.num_micro_batches)))
             options += [(state, 0.0) for state in shards]
         elif kind == "value":
             options.append((REPLICATED, 0.0))
