@@ -15,7 +15,8 @@ def compile_graph(module: fx.GraphModule) -> Callable[..., Any]:
     Communication is no part of it: the emitter cuts graphs there first (`msc.codegen.pieces`), so
     that generated code alone decides when a collective starts and where it is waited for.
     """
+    eager = fx.GraphModule(module, module.graph)  # a lazy one would make its code in the trace
     compiled: Callable[..., Any] = torch.compile(
-        module, backend="inductor", fullgraph=True, dynamic=False
+        eager, backend="inductor", fullgraph=True, dynamic=False
     )
     return compiled

@@ -16,18 +16,19 @@ color at once and happens when all *colors* of the group have started theirs; an
 color's ranks are the ranks of one other color. So one rank of each color stands for all. A group
 whose members have one color has nobody to disagree with: equal programs start equal operations in
 the same order. Such operations are left out, and a graph that has no others is not even entered.
-So the work depends on the number of colors, on the messages and on the groups between colors; of
-the rest of the mesh only one pass over the ranks' coordinates remains.
+Ranks that differ only on an axis on which neither programs nor groups depend have one color, so
+they are not even listed. So the work depends on the number of colors, on the messages and on the
+groups between colors, and on the sizes of the axes that decide which program a rank has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 from torch import fx
 
-from msc.ir.mesh import Mesh
-from msc.passes.rank_colors import color_ranks
+from msc.ir.mesh import KNOWN_AXES, Mesh
+from msc.passes.rank_colors import color_ranks, quotient
 from msc.passes.simulate_communication import Simulation
 
 
@@ -35,17 +36,23 @@ def check_communication(
     mesh: Mesh,
     rank_graph_of: Callable[[int], fx.GraphModule],
     class_of: Callable[[int], Hashable],
+    axes: Collection[str] = KNOWN_AXES,
 ) -> None:
     """Return if all ranks' programs fit together.
 
     class_of: ranks of equal class have equal programs; `rank_graph_of` is asked for one of each.
+    axes: those whose coordinates decide a rank's class; the work depends on the sizes of no others.
     Raises `CommunicationError` if communication does not meet or ranks deadlock, and `PlanError` if
     a program uses a group or a peer that its rank does not have.
     """
-    classes = [class_of(rank) for rank in range(mesh.size)]
+    few = Mesh(tuple((axis, size if axis in axes else 1) for axis, size in mesh))
     programs: dict[Hashable, fx.GraphModule] = {}
-    for rank, own in enumerate(classes):
+    for rank in range(few.size):
+        whole = mesh.rank(few.coordinate(rank))
+        own = class_of(whole)
         if own not in programs:
-            programs[own] = rank_graph_of(rank)
-    colors = color_ranks(mesh, classes, programs)
-    Simulation(mesh, colors, [programs[classes[rank]] for rank in colors.representatives]).run()
+            programs[own] = rank_graph_of(whole)
+    few = quotient(mesh, axes, programs.values())
+    classes = [class_of(mesh.rank(few.coordinate(rank))) for rank in range(few.size)]
+    colors = color_ranks(few, classes, programs, mesh)
+    Simulation(colors, [programs[classes[rank]] for rank in colors.representatives]).run()

@@ -20,6 +20,7 @@ from torch import fx
 
 from msc.ir.errors import PlanError
 from msc.ir.structure import Instance, Source, output_nodes, placeholders
+from msc.ir.torch_private import lazy_graph_module
 from msc.passes.differentiate import Differentiated
 
 aten = torch.ops.aten
@@ -186,7 +187,7 @@ class ChunkBuilder:
         sent = tuple(self.values[key] for key in self.sent)
         loss = self.values[self.loss] if self.has_loss else None
         graph.output((sent, loss, tuple(saved)))
-        gm = fx.GraphModule(modules, graph)
+        gm = lazy_graph_module(modules, graph)
         return gm, list(self.other_nodes), saved
 
     def _parameter(self, graph: fx.Graph, name: str) -> fx.Node:
@@ -270,7 +271,7 @@ class ChunkBuilder:
         chunk.parameter_gradients = [name for name in self.parameters if name in by_parameter]
         sent = tuple(gradients[key] for key in chunk.sent_gradients)
         graph.output((sent, tuple(by_parameter[name] for name in chunk.parameter_gradients)))
-        return fx.GraphModule(modules, graph)
+        return lazy_graph_module(modules, graph)
 
     def _call_backward(
         self,

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from msc.ir.structure import Instance, Source, Structure, layer_of, output_nodes
+from msc.ir.torch_private import lazy_graph_module
 from msc.ir.values import operand_nodes, tensors_of
 
 _DETACHING = {torch.ops.aten.detach.default}
@@ -208,9 +209,8 @@ def copy_subgraph(
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
     graph.output(tuple(copies[node] for node in outputs))
-    gm = fx.GraphModule({}, graph)
+    gm = lazy_graph_module({}, graph)
     gm.graph.eliminate_dead_code()
-    gm.recompile()
     return gm
 
 

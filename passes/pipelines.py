@@ -87,7 +87,7 @@ class CheckCommunication(UnitPass):
         def stage(rank: int) -> int:
             return mesh.coordinate(rank).get("pp", 0)
 
-        check_communication(mesh, lambda rank: unit.rank_graphs[stage(rank)], stage)
+        check_communication(mesh, lambda rank: unit.rank_graphs[stage(rank)], stage, ("pp",))
         return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +22,30 @@ _SIZE_ARGUMENT = {"all_gather": 1, "reduce_scatter": 2}
 class Colors:
     """A color per rank, and of each color its lowest rank and the number of its ranks."""
 
+    whole: Mesh
+    mesh: Mesh
+    """The mesh whose ranks are colored: `whole`, or a quotient of it."""
     of: tuple[int, ...]
     representatives: tuple[int, ...]
     counts: tuple[int, ...]
     groups: tuple[Mapping[str, tuple[int, ...]], ...]
     """Of each color, for each group that it uses: the colors of the group's members."""
 
-    def peer(self, mesh: Mesh, color: int, stage: int) -> int:
+    def peer(self, color: int, stage: int) -> int:
         """The color of the ranks at pp coordinate `stage` that `color`'s ranks send to."""
-        here = mesh.coordinate(self.representatives[color])
-        return self.of[mesh.rank({**here, "pp": stage})]
+        here = self.mesh.coordinate(self.representatives[color])
+        return self.of[self.mesh.rank({**here, "pp": stage})]
+
+    def rank(self, color: int) -> int:
+        """The lowest rank of `color` in the whole mesh."""
+        return self.whole.rank(self.mesh.coordinate(self.representatives[color]))
+
+    def describe(self, color: int) -> str:
+        """`rank 8 (pp=1,dp=0; 7 more alike)`: the ranks of `color` in the whole mesh."""
+        at = self.mesh.coordinate(self.representatives[color])
+        more = self.counts[color] * (self.whole.size // self.mesh.size) - 1
+        text = ",".join(f"{axis}={index}" for axis, index in at.items())
+        return f"rank {self.rank(color)} ({text}{f'; {more} more alike' if more else ''})"
 
 
 class _Uses:
@@ -59,16 +73,21 @@ class _Uses:
 
 
 def color_ranks(
-    mesh: Mesh, classes: Sequence[Hashable], programs: Mapping[Any, fx.GraphModule]
+    mesh: Mesh,
+    classes: Sequence[Hashable],
+    programs: Mapping[Any, fx.GraphModule],
+    whole: Mesh | None = None,
 ) -> Colors:
-    """The coarsest coloring that refines `classes`.
+    """The coarsest coloring that refines `classes`, which has one entry per rank of `mesh`.
 
+    whole: the mesh that the programs are for, if `mesh` is a `quotient` of it.
     Raises `PlanError` if a program uses a group or a peer that its rank does not have.
     """
-    by_class = {own: _Uses(mesh, program) for own, program in programs.items()}
+    whole = whole or mesh
+    by_class = {own: _Uses(whole, program) for own, program in programs.items()}
     uses = [by_class[own] for own in classes]
     for rank, used in enumerate(uses):
-        used.check(mesh, rank)
+        used.check(whole, whole.rank(mesh.coordinate(rank)))
     coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
     colors = _numbered(classes)
     while True:
@@ -88,11 +107,31 @@ def color_ranks(
     first = {color: rank for rank, color in reversed(list(enumerate(colors)))}
     representatives = tuple(first[color] for color in range(max(colors) + 1))
     return Colors(
+        whole,
+        mesh,
         tuple(colors),
         representatives,
         tuple(colors.count(color) for color in range(len(representatives))),
         tuple(spans[rank] for rank in representatives),
     )
+
+
+def quotient(mesh: Mesh, axes: Collection[str], programs: Iterable[fx.GraphModule]) -> Mesh:
+    """The mesh with the axes at size 1 on which no color can depend.
+
+    If classes depend on the coordinates of `axes` only, and no group chooses coordinates of another
+    axis, then exchanging two coordinates of that axis changes nothing: ranks that differ there only
+    have one color, and the ranks at coordinate 0 stand for all.
+    """
+    chosen = {
+        axis
+        for program in programs
+        for name in used_groups(program)
+        for axis, only in Group.parse(name).parts
+        if only is not None
+    }
+    kept = {"pp", *axes, *chosen}  # peers are named by their coordinate on pp
+    return Mesh(tuple((axis, size if axis in kept else 1) for axis, size in mesh))
 
 
 def _numbered(values: Sequence[Hashable]) -> list[int]:
@@ -126,7 +165,7 @@ def _spans(
 
 
 def _check_sizes(mesh: Mesh, program: fx.GraphModule) -> None:
-    """A collective's number of members is that of its group, which is the same on all ranks."""
+    """Raise `PlanError` if a collective's number of members is not that of its group."""
     for module in graphs_below(program):
         for node in module.graph.nodes:
             position = _SIZE_ARGUMENT.get(COLLECTIVES.get(node.target, ""))

@@ -24,6 +24,7 @@ from msc.cost.flops import nbytes
 from msc.ir import actions
 from msc.ir.placement import Partial
 from msc.ir.structure import placeholders
+from msc.ir.torch_private import lazy_graph_module
 from msc.passes.chunks import Chunk, Key
 from msc.passes.compilation import Compilation
 from msc.passes.schedules import Step, schedule_of
@@ -44,6 +45,8 @@ class _Builder:
         self.stage = stage
         self.num_stages = unit.settings.mesh.axis_size("pp")
         self.chunk: Chunk = unit.chunks[stage]
+        self.forward_values = _values(self.chunk.forward)
+        self.backward_values = _values(self.chunk.backward) if self.chunk.backward else ()
         self.graph = fx.Graph()
         self.modules: dict[str, fx.GraphModule] = {}
         self.inputs: dict[tuple[str, str], fx.Node] = {}
@@ -72,7 +75,7 @@ class _Builder:
         }
         output |= self._optimizer(gradients)
         self.graph.output(output)
-        gm = fx.GraphModule(self.modules, self.graph)
+        gm = lazy_graph_module(self.modules, self.graph)
         gm.meta["gradients"] = list(gradients)
         return gm
 
@@ -214,7 +217,7 @@ class _Builder:
         chunk = self.chunk
         received = self._receive(chunk.received, self.stage - 1, gradient=False)
         args = [*self.parameters.values(), *self._others(step.micro_batch), *received]
-        val = _values(chunk.forward)
+        val = self.forward_values
         call = self._call(f"chunk{chunk.index}_forward", chunk.forward, args, val)
         if chunk.sent:
             values = self._pick(call, 0)
@@ -234,7 +237,7 @@ class _Builder:
             return
         received = self._receive(chunk.received_gradients, self.stage + 1, gradient=True)
         args = [*self.parameters.values(), *self.results.pop(step.micro_batch), *received]
-        val = _values(chunk.backward)
+        val = self.backward_values
         call = self._call(f"chunk{chunk.index}_backward", chunk.backward, args, val)
         if chunk.sent_gradients:
             values = self._pick(call, 0)

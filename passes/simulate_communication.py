@@ -14,7 +14,6 @@ from torch import fx
 from msc.ir import actions
 from msc.ir.communication import COLLECTIVES, POINT_TO_POINT, WAITS, group_of, subgraph
 from msc.ir.errors import CommunicationError, VerifyError
-from msc.ir.mesh import Mesh
 from msc.ir.values import DTYPE_NAMES, describe, tensor_of
 from msc.passes.rank_colors import Colors
 
@@ -42,8 +41,7 @@ Walk = Generator[Operation, None, Any]
 class Simulation:
     """Runs one program per color until all end, or raises `CommunicationError`."""
 
-    def __init__(self, mesh: Mesh, colors: Colors, programs: Sequence[fx.GraphModule]) -> None:
-        self._mesh = mesh
+    def __init__(self, colors: Colors, programs: Sequence[fx.GraphModule]) -> None:
         self._colors = colors
         self._programs = programs
         self._queues: defaultdict[tuple[Any, int], deque[Operation]] = defaultdict(deque)
@@ -140,9 +138,9 @@ class Simulation:
             members = self._colors.groups[color][name]
         else:
             kind, name, stage, signature, text = _message(node)
-            peer = self._colors.peer(self._mesh, color, stage)
+            peer = self._colors.peer(color, stage)
             members = (min(color, peer), max(color, peer))
-            text += f" rank {self._colors.representatives[peer]} on channel '{name}'"
+            text += f" rank {self._colors.rank(peer)} on channel '{name}'"
         communicator = (f"{'group' if node.target in COLLECTIVES else 'channel'} '{name}'", members)
         number = self._numbers[communicator, color]
         self._numbers[communicator, color] += 1
@@ -178,10 +176,7 @@ class Simulation:
         )
 
     def _who(self, color: int) -> str:
-        rank = self._colors.representatives[color]
-        at = ",".join(f"{axis}={index}" for axis, index in self._mesh.coordinate(rank).items())
-        more = self._colors.counts[color] - 1
-        return f"rank {rank} ({at}{f'; {more} more alike' if more else ''})"
+        return self._colors.describe(color)
 
     def _report(self) -> str:
         if not self._waiting:

@@ -31,7 +31,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 def format_graph(gm: fx.GraphModule, title: str = "") -> str:
     """The text of a graph, without a final newline; indented under `title`, if there is one."""
-    lines = [format_node(node) for node in gm.graph.nodes]
+    types: dict[int, str] = {}
+    lines = [format_node(node, types) for node in gm.graph.nodes]
     return "\n".join([title, *(f"  {line}" for line in lines)] if title else lines)
 
 
@@ -43,12 +44,16 @@ def format_neighbourhood(gm: fx.GraphModule, node: fx.Node, around: int = 5) -> 
     return "\n".join(f"{'>' if each is node else ' '} {format_node(each)}" for each in shown)
 
 
-def format_node(node: fx.Node) -> str:
-    """The line of one node."""
+def format_node(node: fx.Node, types: dict[int, str] | None = None) -> str:
+    """The line of one node.
+
+    types: the texts of values that were printed before, by id: a rank graph shows the same values
+        for every micro-batch. It must not outlive the graph.
+    """
     if node.op == "output":
         return f"return {format_argument(node.args[0])}"
     text = f"%{node.name}"
-    type_text = format_type(node)
+    type_text = format_type(node, types)
     if type_text:
         text += f": {type_text}"
     text += f" = {_format_call(node)}"
@@ -59,9 +64,17 @@ def format_node(node: fx.Node) -> str:
     return f"{text}  # {module_path}" if module_path else text
 
 
-def format_type(node: fx.Node) -> str:
-    """`f32[4,8]{tp:P}`; the empty string for a node that yields no tensor."""
-    return describe(node.meta.get("val")) + _format_placements(
+def format_type(node: fx.Node, types: dict[int, str] | None = None) -> str:
+    """`f32[4,8]{tp:P}`; the empty string for a node that yields no tensor.
+
+    types: as for `format_node`.
+    """
+    value = node.meta.get("val")
+    if types is None:
+        text = describe(value)
+    elif (text := types.get(id(value), "")) == "":
+        text = types[id(value)] = describe(value)
+    return text + _format_placements(
         node.meta.get("placement") or {}, node.meta.get("grad_placement")
     )
 

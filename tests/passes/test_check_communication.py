@@ -267,6 +267,40 @@ def test_the_work_does_not_grow_with_dp() -> None:
     assert asked == [0, 4, 0, 3000]
 
 
+def test_axes_that_decide_nothing_are_not_listed() -> None:
+    """Ten million ranks of 4 classes: 4 ranks are asked for; the same faults are found."""
+    mesh = Mesh.parse("pp=2,dp=2500000,tp=2")
+    asked: list[int] = []
+
+    def class_of(rank: int) -> tuple[int, int]:
+        asked.append(rank)
+        at = mesh.coordinate(rank)
+        return at["pp"], at["tp"]
+
+    def programs(length: int) -> dict[tuple[int, int], fx.GraphModule]:
+        sender = program(lambda b, x: deliver(b, all_reduce(b, x, "dp"), 1, "forward"))
+        good = program(lambda b, x: receive(b, 0, "forward", 4))
+        other = program(lambda b, x: receive(b, 0, "forward", length))
+        return {(0, 0): sender, (0, 1): sender, (1, 0): good, (1, 1): other}
+
+    def check(length: int) -> None:
+        graphs = programs(length)
+        check_communication(mesh, lambda rank: graphs[class_of(rank)], class_of, ("pp", "tp"))
+
+    check(4)
+    assert set(asked) == {0, 1, 5_000_000, 5_000_001}
+    with pytest.raises(CommunicationError) as error:
+        check(5)
+    assert "rank 5000001 (pp=1,dp=0,tp=1; 2499999 more alike): recv" in str(error.value)
+
+
+def test_an_axis_whose_coordinates_a_group_names_is_listed() -> None:
+    """Only replicas 0 and 1 are members; the class does not depend on dp."""
+    graph = program(lambda b, x: all_reduce(b, x, "dp[0,1]"))
+    with pytest.raises(PlanError, match=r"Rank 2 is at dp=2 and so in no group 'dp\[0,1\]'"):
+        check_communication(Mesh.parse("dp=3"), lambda rank: graph, lambda rank: 0, ())
+
+
 @pytest.mark.parametrize(
     ("write", "text"),
     [
