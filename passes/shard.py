@@ -16,7 +16,7 @@ from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Partial, State, shard
 from msc.ir.structure import output_nodes, placeholders
 from msc.passes.compilation import Compilation
 from msc.passes.sharding.batch import propagate_batch
-from msc.passes.sharding.calls import is_call
+from msc.passes.sharding.calls import is_call, value_of
 from msc.passes.sharding.partition import Partitioned, Plan, partition
 from msc.passes.sharding.rule import Strategy
 
@@ -59,6 +59,9 @@ def _shard_block(unit: Compilation, name: str) -> Partitioned:
             chosen = (batch.strategies[node],) * count
             plan.strategies[node] = chosen + ((placed.strategies[node],) if placed else ())
     plan.outputs = [None] * len(output_nodes(gm))
+    for index, output in enumerate(map(value_of, output_nodes(gm))):
+        if placed is not None and output in placed.outputs:
+            plan.outputs[index] = (batch.states[output],) * count + (placed.outputs[output],)
     loss = unit.structure.loss
     instance = unit.structure.instances[loss.instance]
     if instance.block == name:

@@ -35,6 +35,7 @@ class Placed:
 
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
     placeholders: dict[fx.Node, State] = field(default_factory=dict)
+    outputs: dict[Value, State] = field(default_factory=dict)  # as other blocks read them
     loss: State = REPLICATED
     cost: float = 0.0
 
@@ -110,6 +111,8 @@ class _Program:
         self.num_micro_batches = num_micro_batches
         self.share = share
         self.placeholder_states: dict[fx.Node, list[State]] = {}
+        self.border: dict[Value, dict[State, int]] = {}
+        self.output_weight: dict[Value, int] = {}
         self.costs: list[float] = []
         self.binary: list[int] = []
         self.rows: list[int] = []
@@ -255,7 +258,11 @@ class _Program:
         return self.moves[key]
 
     def _ties(self) -> None:
-        tied: dict[tuple[Value, Value], None] = {}
+        """What crosses a block border has one state there: that in which every reader gets it.
+
+        The block that computes the value may convert it first. Tied parameters have one state.
+        """
+        readers: dict[Value, dict[Value, None]] = {}
         slots: dict[str, Value] = {}
         for instance in self.structure.instances:
             gm = self.structure.blocks[instance.block]
@@ -264,16 +271,27 @@ class _Program:
                 if source.kind == "block":
                     producer = self.structure.instances[source.instance]
                     outputs = output_nodes(self.structure.blocks[producer.block])
-                    tied[value_of(outputs[source.output]), (node, 0)] = None
+                    output = value_of(outputs[source.output])
+                    readers.setdefault(output, {})[node, 0] = None
+                    self.output_weight[output] = self.structure.counts[producer.block]
                 elif source.kind == "parameter":
                     first = slots.setdefault(source.name, (node, 0))
                     if first != (node, 0):
-                        tied[first, (node, 0)] = None
-        for left, right in tied:
-            for state in dict.fromkeys((*self.producers[left], *self.producers[right])):
-                terms = [(v, 1.0) for v in self.producers[left].get(state, ())]
-                terms += [(v, -1.0) for v in self.producers[right].get(state, ())]
-                self._row(terms, 0, 0)
+                        self._same(self.producers[first], self.producers[node, 0])
+        for output, nodes_that_read in readers.items():
+            states = dict.fromkeys(s for r in nodes_that_read for s in self.producers[r])
+            border = {state: [self._variable(0.0, binary=True)] for state in states}
+            self._row([(v, 1.0) for (v,) in border.values()], 1, 1)
+            self.border[output] = {state: variable for state, (variable,) in border.items()}
+            self._flow(output, border, self.output_weight[output])
+            for reader in nodes_that_read:
+                self._same(border, self.producers[reader])
+
+    def _same(self, left: dict[State, list[int]], right: dict[State, list[int]]) -> None:
+        for state in dict.fromkeys((*left, *right)):
+            terms = [(v, 1.0) for v in left.get(state, ())]
+            terms += [(v, -1.0) for v in right.get(state, ())]
+            self._row(terms, 0, 0)
 
     def _loss(self) -> None:
         """The loss ends replicated or as a sum over the axis; its gradient's seed is one then."""
@@ -312,5 +330,7 @@ class _Program:
                 chosen.placeholders[node] = self.placeholder_states[node][best]
             else:
                 chosen.strategies[node] = self.candidates.strategies[node][best]
+        for value, states in self.border.items():
+            chosen.outputs[value] = max(states, key=lambda s: result.x[states[s]])
         chosen.loss = max(self.loss_choice, key=lambda s: result.x[self.loss_choice[s]])
         return chosen
