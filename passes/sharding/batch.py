@@ -86,7 +86,7 @@ def _choose(node: fx.Node, size: int, states: Mapping[Value, State], whole: Conf
         if all(state == VARYING for state in current):
             return strategies(None, len(operands), num_results, size)[1]
         found = _sharded(rule, current, size) if rule is not None else None
-        if found is not None:
+        if found is not None and not _loses_gradient(node, found):
             return found
         if not _make_whole(node, seen, whole):
             reason = "no sharding rule" if rule is None else "it combines samples"
@@ -115,6 +115,14 @@ def _sharded(rule: Rule, current: list[State], size: int) -> Strategy | None:
         return None
     (named,) = factors
     return None if named is None else shard_factor(rule, *named, size)
+
+
+def _loses_gradient(node: fx.Node, strategy: Strategy) -> bool:
+    """Whether a result would be a maximum over the ranks, whose reduction has no gradient."""
+    return any(
+        isinstance(state.value, Partial) and state.value.op == "max" and differentiable((node, i))
+        for i, state in enumerate(strategy.results)
+    )
 
 
 def _make_whole(node: fx.Node, seen: dict[Value, State], whole: Conflict) -> bool:

@@ -386,6 +386,11 @@ class _Partitioner:
             )
         if isinstance(have.value, Partial) and want in (REPLICATED, VARYING):
             op = have.value.op
+            if op == "max" and self._has_gradient(value):
+                raise VerifyError(
+                    f"partition: %{source.name} is a maximum over '{name}' that needs a gradient, "
+                    "but its reduction has none. This is a bug in the placement pass."
+                )
             grad = "identity" if want == REPLICATED else "all_reduce"
             return self.call(msc_ops.all_reduce.default, node, op, name, size, grad, source=source)
         if have == PARTIAL and isinstance(want.value, Shard):
