@@ -47,7 +47,8 @@ class Attention(nn.Module):
         return result
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads = x.view(*x.shape[:-1], -1, self.head_dim)
+        return heads.transpose(1, 2)
 
 
 class MLP(nn.Module):

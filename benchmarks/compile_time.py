@@ -1,0 +1,172 @@
+"""CPU seconds and memory that compiling takes, against the number of layers and of ranks.
+
+    python benchmarks/compile_time.py            # a table; results/compile_time.{json,png}
+
+The model is a GPT of the sizes of GPT-3 175B on the meta device, in bfloat16, with 32 micro-batches
+of one sequence on each data-parallel rank. Each configuration compiles in a process of its own, so
+that its peak memory is its own too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # so that it also runs as `python benchmarks/compile_time.py`
+
+import msc  # noqa: E402
+from benchmarks.hardware import hardware  # noqa: E402
+from benchmarks.models import GPT3_175B, GPTWithLoss  # noqa: E402
+from msc.ir.communication import graphs_below  # noqa: E402
+from msc.passes.normalize import NORMALIZE  # noqa: E402
+
+MICRO_BATCHES = 32
+FULL = "pp=8,dp=192,tp=8"
+BY_LAYERS = [(layers, FULL) for layers in (12, 24, 48, 96)]
+BY_RANKS = [
+    (96, mesh)
+    for mesh in (
+        "pp=8,dp=1,tp=8",
+        "pp=8,dp=8,tp=8",
+        "pp=1,dp=192,tp=8",
+        "pp=32,dp=192,tp=8",
+        "pp=8,dp=192,tp=1",
+    )
+]
+BUDGET = {"cpu_seconds": 30.0, "after_capture": 15.0, "peak_bytes": 4 * 2**30}
+RESULTS = Path(__file__).parent / "results"
+
+Result = dict[str, Any]
+
+
+def measure(layers: int, mesh: str) -> Result:
+    """Compile once in this process."""
+    config = dataclasses.replace(GPT3_175B, layers=layers)
+    batch = msc.Mesh.parse(mesh).axis_size("dp") * MICRO_BATCHES
+    with torch.device("meta"):
+        model = GPTWithLoss(config).to(torch.bfloat16)
+        tokens = torch.empty(batch, config.sequence, dtype=torch.int64)
+    start = time.process_time()
+    program = msc.compile(
+        model,
+        (tokens, tokens),
+        mesh=mesh,
+        microbatches=MICRO_BATCHES,
+        optimizer=msc.AdamW(lr=1e-4),
+    )
+    total = time.process_time() - start
+    seconds = _grouped(program.report.cpu_seconds)
+    seconds["printing and checking"] = total - sum(seconds.values())
+    graphs = {id(g): g for whole in program.rank_graphs for g in graphs_below(whole)}
+    return {
+        "layers": layers,
+        "mesh": mesh,
+        "ranks": program.mesh.size,
+        "global_batch": batch,
+        "cpu_seconds": total,
+        "after_capture": total - seconds["capture"],
+        "passes": seconds,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "distinct_blocks": program.report.distinct_blocks,
+        "rank_graphs": len(program.rank_graphs),
+        "distinct_graphs": len(graphs),
+        "nodes": sum(len(graph.graph.nodes) for graph in graphs.values()),
+    }
+
+
+def _grouped(seconds: Any) -> dict[str, float]:
+    """Seconds per pass, with the small passes of normalization in one entry."""
+    small = {each.name for each in NORMALIZE}
+    grouped: dict[str, float] = {}
+    for name, value in seconds.items():
+        key = "normalize" if name in small else name
+        grouped[key] = grouped.get(key, 0.0) + value
+    return grouped
+
+
+def measure_apart(layers: int, mesh: str) -> Result:
+    """`measure` in a process of its own."""
+    command = [sys.executable, __file__, "--one", str(layers), mesh]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: Result = json.loads(done.stdout)
+    return result
+
+
+def table(results: list[Result]) -> str:
+    """A column per configuration; CPU seconds per pass, then totals."""
+    rows: list[tuple[str, list[str]]] = [
+        ("layers", [str(r["layers"]) for r in results]),
+        *((a, [str(msc.Mesh.parse(r["mesh"]).axis_size(a)) for r in results]) for a in _AXES),
+    ]
+    for name in results[-1]["passes"]:
+        rows.append((name, [f"{r['passes'].get(name, 0.0):.2f}" for r in results]))
+    rows += [
+        ("total, CPU seconds", [f"{r['cpu_seconds']:.2f}" for r in results]),
+        ("  after capture", [f"{r['after_capture']:.2f}" for r in results]),
+        ("peak memory, GiB", [f"{r['peak_bytes'] / 2**30:.2f}" for r in results]),
+        ("nodes", [str(r["nodes"]) for r in results]),
+        ("distinct graphs", [str(r["distinct_graphs"]) for r in results]),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}" + "".join(f"{v:>8}" for v in line) for name, line in rows)
+
+
+_AXES = ("pp", "dp", "tp")
+
+
+def draw(results: list[Result], file: Path) -> None:
+    """Stacked bars of seconds per pass; nothing where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    axes = figure.subplots()
+    labels = [f"{r['layers']} layers\n" + r["mesh"].replace(",", "\n") for r in results]
+    bottom = [0.0] * len(results)
+    for name in results[-1]["passes"]:
+        heights = [r["passes"].get(name, 0.0) for r in results]
+        axes.bar(labels, heights, bottom=bottom, label=name)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.set_ylabel("CPU seconds")
+    axes.set_title("Compiling GPT-3 175B")
+    axes.legend(fontsize="small")
+    figure.savefig(file, dpi=120)
+
+
+def main() -> int:
+    """Measure, print, write. Exit code 1 if the full configuration is over its budget."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--one", nargs=2, metavar=("LAYERS", "MESH"), help="print one as JSON")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON and PNG")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(int(options.one[0]), options.one[1])))
+        return 0
+    results = []
+    for layers, mesh in [*BY_LAYERS, *BY_RANKS]:
+        print(f"compiling {layers} layers for {mesh}", file=sys.stderr)
+        results.append(measure_apart(layers, mesh))
+    print(table(results))
+    full = next(r for r in results if (r["layers"], r["mesh"]) == BY_LAYERS[-1])
+    over = [name for name, most in BUDGET.items() if full[name] > most]
+    print(f"\nGPT-3 175B on {full['ranks']} ranks: " + (f"over: {over}" if over else "in budget"))
+    options.out.mkdir(parents=True, exist_ok=True)
+    facts = {"budget": BUDGET, "hardware": hardware(), "results": results}
+    (options.out / "compile_time.json").write_text(json.dumps(facts, indent=1) + "\n")
+    draw(results, options.out / "compile_time.png")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
