@@ -34,7 +34,8 @@ class Layer(nn.Module):
         q, k, v = (part.view(heads).transpose(1, 2) for part in parts)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
-        return x + self.drop(self.down(functional.gelu(self.up(x))))
+        result: Tensor = x + self.drop(self.down(functional.gelu(self.up(x))))
+        return result
 
 
 class Tied(nn.Module):
