@@ -28,6 +28,8 @@ from msc.passes.sharding.candidates import Candidates, value_differentiable
 from msc.passes.sharding.partition import Axis
 from msc.passes.sharding.rule import Strategy
 
+_REFINEMENTS = 4
+
 
 @dataclass
 class Placed:
@@ -307,30 +309,55 @@ class _Program:
         return value_of(output_nodes(self.structure.blocks[instance.block])[source.output])
 
     def _run(self) -> Placed:
-        shape = (len(self.lower), len(self.costs))
-        matrix = sparse.coo_matrix((self.entries, (self.rows, self.columns)), shape=shape).tocsr()
-        costs = np.asarray(self.costs)
-        scale = float(costs.max()) or 1.0
-        result = milp(
-            costs / scale,
-            constraints=LinearConstraint(matrix, np.asarray(self.lower), np.asarray(self.upper)),
-            integrality=np.asarray(self.binary),
-            bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 1e-6, "time_limit": 60.0},
-        )
-        if result.x is None:
-            raise PlanError(
-                f"No placement over '{self.axis.name}' (size {self.axis.size}) was found: "
-                f"{result.message} Use a smaller axis."
-            )
-        chosen = Placed(cost=float(result.fun) * scale)
+        solution, cost = self._solve()
+        chosen = Placed(cost=cost)
         for node, variables in self.choice.items():
-            best = max(range(len(variables)), key=lambda i: result.x[variables[i]])
+            best = max(range(len(variables)), key=lambda i: solution[variables[i]])
             if node.op == "placeholder":
                 chosen.placeholders[node] = self.placeholder_states[node][best]
             else:
                 chosen.strategies[node] = self.candidates.strategies[node][best]
         for value, states in self.border.items():
-            chosen.outputs[value] = max(states, key=lambda s: result.x[states[s]])
-        chosen.loss = max(self.loss_choice, key=lambda s: result.x[self.loss_choice[s]])
+            chosen.outputs[value] = max(states, key=lambda s: solution[states[s]])
+        chosen.loss = max(self.loss_choice, key=lambda s: solution[self.loss_choice[s]])
         return chosen
+
+    def _solve(self) -> tuple[np.ndarray, float]:
+        """Values of all variables, and their cost.
+
+        Costs span more orders of magnitude than the solver's tolerances. A variable that alone
+        costs more than a solution cannot be part of a better one, so it is fixed to 0, the rest is
+        scaled up, and the program is solved again, until nothing more is fixed.
+        """
+        shape = (len(self.lower), len(self.costs))
+        matrix = sparse.coo_matrix((self.entries, (self.rows, self.columns)), shape=shape).tocsr()
+        rows = LinearConstraint(matrix, np.asarray(self.lower), np.asarray(self.upper))
+        costs = np.asarray(self.costs)
+        upper = np.ones(len(costs))
+        best: np.ndarray | None = None
+        bound = np.inf
+        for _ in range(_REFINEMENTS):
+            open_costs = np.where(upper > 0, costs, 0.0)
+            result = milp(
+                open_costs / (open_costs.max() or 1.0),
+                constraints=rows,
+                integrality=np.asarray(self.binary),
+                bounds=Bounds(0, upper),
+                options={"mip_rel_gap": 1e-9, "time_limit": 60.0},
+            )
+            if result.x is None:
+                if best is not None:
+                    break
+                raise PlanError(
+                    f"No placement over '{self.axis.name}' (size {self.axis.size}) was found: "
+                    f"{result.message} Use a smaller axis."
+                )
+            cost = float(costs @ np.round(result.x))
+            if cost < bound or best is None:
+                best, bound = result.x, cost
+            fixed = costs > bound
+            if not np.any(fixed & (upper > 0)):
+                break
+            upper[fixed] = 0.0
+        assert best is not None
+        return best, bound
