@@ -39,7 +39,7 @@ class Batches:
     def __init__(self, program: Program, rank: int, data: Data, device: torch.device) -> None:
         if not isinstance(data, (RowSource, Iterable)):
             raise InputError(
-                f"data is a {type(data).__name__}; it is an iterable of global batches, or an "
+                f"data has type {type(data).__name__}; it is an iterable of global batches, or an "
                 "object with rows(step, indices) and state_dict()."
             )
         self._program = program

@@ -23,7 +23,8 @@ from msc.ir.torch_private import HashStore, PrefixStore, Store, default_store
 
 _GRACE_S = 5.0  # how long a rank waits for the reports of others before it names who is silent
 _GLOO = re.compile(r"gloo|Timed out waiting|Connection (closed|reset) by peer")
-_numbers = itertools.count()
+_numbers = itertools.count()  # of jobs, which all ranks join in one order
+_groups = itertools.count()  # of process groups made here
 _owners = 0  # jobs in this process that use the process group which `join` has made
 _made_here = False
 
@@ -217,9 +218,10 @@ def _initialize(mesh: Mesh, device: torch.device, timeout: timedelta) -> None:
     store: Store
     if under_torchrun():
         shared, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
-        # After a restart the launcher's store still holds what the ranks of before wrote.
+        # The launcher's store still holds what the ranks wrote before a restart, and what an
+        # earlier group of this process wrote.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"msc-attempt-{attempt}", shared)
+        store = PrefixStore(f"msc-attempt-{attempt}-{next(_groups)}", shared)
     else:
         store, rank, world = HashStore(), 0, 1
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
