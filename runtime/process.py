@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from msc.codegen.devices import on_device
 from msc.codegen.emit import emit
 from msc.codegen.inductor import compile_graph
 from msc.ir.communication import used_channels, used_groups
@@ -39,10 +40,12 @@ class ProcessExecutor:
         timeout: timedelta | None = None,
     ) -> None:
         rank = dist.get_rank()
-        self.emitted = emit(rank_graph, "process", compile_graph if backend == "inductor" else None)
         self.groups = ProcessGroups(
             mesh, rank, used_groups(rank_graph), used_channels(rank_graph), timeout
         )
+        if self.groups.device.type != "cpu":
+            rank_graph = on_device(rank_graph, self.groups.device)
+        self.emitted = emit(rank_graph, "process", compile_graph if backend == "inductor" else None)
         self._rt = ProcessRank(mesh, rank, self.groups)
         self._program = self.emitted.program
         self._names = [node.name for node in rank_graph.graph.find_nodes(op="placeholder")]
