@@ -71,6 +71,7 @@ class _BatchSharder:
         self.hoisted: dict[str, None] = {}
         self.prelude_plan = BatchPlan()
         self.outputs: dict[str, tuple[fx.Node, State]] = {}
+        self.variants: dict[str, list[str]] = {}
 
     def run(self) -> None:
         self._prelude()
@@ -159,18 +160,24 @@ class _BatchSharder:
         return VARYING
 
     def _block_for(self, block: str, states: dict[fx.Node, State]) -> tuple[str, BatchPlan] | None:
-        plan = self.unit.batch.get(block)
-        if plan is None or any(plan.states[node, 0] != state for node, state in states.items()):
-            return None
-        return block, plan
+        """The block of this layer that was planned for inputs in these states, if there is one."""
+        wanted = list(states.values())
+        for name in self.variants.get(block, ()):
+            plan = self.unit.batch[name]
+            nodes = placeholders(self.structure.blocks[name])
+            if [plan.states[node, 0] for node in nodes] == wanted:
+                return name, plan
+        return None
 
     def _register(self, block: str, states: dict[fx.Node, State], plan: BatchPlan) -> str:
-        if block not in self.unit.batch:
+        variants = self.variants.setdefault(block, [])
+        if not variants:
+            variants.append(block)
             self.unit.batch[block] = plan
             return block
         # an instance of the same layer whose inputs are sharded otherwise is a block of its own
-        number = sum(name.startswith(f"{block}_") for name in self.structure.blocks) + 1
-        name = f"{block}_{number}"
+        name = f"{block}_{len(variants)}"
+        variants.append(name)
         copy = _copy(self.structure.blocks[block])
         twins = dict(zip(self.structure.blocks[block].graph.nodes, copy.graph.nodes, strict=True))
         self.structure.blocks[name] = copy

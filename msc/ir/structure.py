@@ -7,7 +7,8 @@ that needs them) and a list of block *instances*, of which equal ones share one 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import fx
@@ -55,11 +56,11 @@ class Structure:
     prelude: fx.GraphModule
     prelude_outputs: list[str]
     loss: Source
-    counts: dict[str, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for instance in self.instances:
-            self.counts[instance.block] = self.counts.get(instance.block, 0) + 1
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of instances of each block."""
+        return Counter(instance.block for instance in self.instances)
 
 
 def layer_of(path: str) -> tuple[str, int] | None:
