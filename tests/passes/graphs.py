@@ -138,7 +138,8 @@ def captured(
     """A normalized compilation of a model that returns its loss last, or in a dict."""
 
     def loss_of(output: Any) -> Tensor:
-        return output["loss"] if isinstance(output, dict) else output[-1]
+        loss: Tensor = output["loss"] if isinstance(output, dict) else output[-1]
+        return loss
 
     found = capture(model, tuple(batch), loss_fn=loss_of)
     unit = new_unit(found, Settings(Mesh.parse(mesh), **settings))
@@ -169,8 +170,13 @@ def random_values(gm: fx.GraphModule, seed: int = 0) -> list[Tensor]:
 
 
 def text(gm: fx.GraphModule) -> str:
-    """The text of a graph, to be compared with a golden one."""
+    """The text of a graph between two newlines."""
     return "\n" + format_graph(gm) + "\n"
+
+
+def assert_text(gm: fx.GraphModule, expected: str) -> None:
+    """Compare a graph's text with a golden one."""
+    assert text(gm) == expected
 
 
 def named_values(gm: fx.GraphModule, seed: int = 0) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from tests.passes.graphs import (
     ATEN,
     GPT,
     Forward,
+    assert_text,
     captured,
     evaluate,
     layers,
@@ -79,9 +80,9 @@ def test_equal_layers_share_a_block() -> None:
     ]
     assert structure.counts == {"block0": 1, "block1": 4, "block2": 1}
     assert structure.loss == Source("block", "", 5, 0)
-    assert (
-        text(structure.blocks["block1"])
-        == """
+    assert_text(
+        structure.blocks["block1"],
+        """
 %layers_0_up_weight: f64[16,8] = parameter "layers.0.up.weight"
 %layers_0_down_weight: f64[8,16] = parameter "layers.0.down.weight"
 %linear_default: f64[4,8] = value "linear_default"  # embed
@@ -90,7 +91,7 @@ def test_equal_layers_share_a_block() -> None:
 %linear_default_2: f64[4,8] = msc.linear(%relu_default, %layers_0_down_weight)  # layers.0.down
 %add_tensor: f64[4,8] = aten.add.Tensor(%linear_default, %linear_default_2)  # layers.0
 return (%add_tensor,)
-"""
+""",
     )
 
 
@@ -146,14 +147,14 @@ def test_prelude_holds_what_depends_on_no_parameter() -> None:
     loss = build.call(ATEN.div.Tensor, build.call(ATEN.sum.default, y), count)
     gm = build.done(loss)
     structure = cut(gm)
-    assert (
-        text(structure.prelude)
-        == """
+    assert_text(
+        structure.prelude,
+        """
 %x: f64[4,8] = input "x"
 %gt_scalar: bool[4,8] = aten.gt.Scalar(%x, 0)  # layers.0
 %sum_default: i64[] = aten.sum(%gt_scalar)  # loss
 return (%x, %gt_scalar, %sum_default)
-"""
+""",
     )
     assert structure.prelude_outputs == ["x", "gt_scalar", "sum_default"]
     assert_same_numbers(gm, structure)
