@@ -14,6 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from msc.compiler import compile as compile
+    from msc.cost import Cluster as Cluster
     from msc.ir.errors import CaptureError as CaptureError
     from msc.ir.errors import CommunicationError as CommunicationError
     from msc.ir.errors import InputError as InputError
@@ -22,12 +24,16 @@ if TYPE_CHECKING:
     from msc.ir.errors import UserError as UserError
     from msc.ir.errors import VerifyError as VerifyError
     from msc.ir.mesh import Mesh as Mesh
+    from msc.ir.optimizer import AdamW as AdamW
     from msc.ir.pipeline import GraphPass as GraphPass
     from msc.ir.pipeline import Pass as Pass
     from msc.ir.pipeline import UnitPass as UnitPass
     from msc.ir.placement import Partial as Partial
     from msc.ir.placement import Replicate as Replicate
     from msc.ir.placement import Shard as Shard
+    from msc.program import load as load
+    from msc.trainer import Trainer as Trainer
+    from msc.verification import verify as verify
 
 __version__ = "0.1.0"
 
