@@ -7,6 +7,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -20,8 +21,9 @@ def launch(script_args: Sequence[str], nproc: int) -> int:
     """Run `python *script_args` in `nproc` processes as ranks 0 to nproc-1; returns the exit code.
 
     `script_args` are a script and its arguments, such as `sys.argv`. Output goes where this
-    process's goes. When a rank fails the others are stopped, and its exit code is returned. Each
-    rank gets one thread unless OMP_NUM_THREADS says otherwise. Use it as
+    process's goes. When a rank fails the others are stopped, and its exit code is returned; when
+    this process is asked to stop, the ranks are stopped too. Each rank gets one thread unless
+    OMP_NUM_THREADS says otherwise. Use it as
 
         if not under_torchrun():
             sys.exit(launch(sys.argv, mesh.size))
@@ -50,4 +52,6 @@ def launch(script_args: Sequence[str], nproc: int) -> int:
             file=sys.stderr,
         )
         return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
     return 0
