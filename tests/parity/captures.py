@@ -9,27 +9,19 @@ import copy
 from typing import Any
 
 import pytest
-from torch import fx, nn
+from torch import nn
 
-from msc import compiler
+from msc import compiler, verification
 from msc.capture import Captured
 from msc.capture import capture as original
-
-
-def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, with metadata of its own; values and fake mode are shared."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-        env[node].meta = dict(node.meta)
-    copied = fx.GraphModule(gm, graph, "Forward")
-    copied.meta = dict(gm.meta)
-    return copied
+from msc.testing import copy_graph
 
 
 class Captures:
-    """Stands in for `capture` in `msc.compile`; remembers by model, dtype and shapes."""
+    """Stands in for `capture` in `msc.compile` and `msc.verify`.
+
+    Remembers by model, its modes, what it trains, shapes and options.
+    """
 
     def __init__(self) -> None:
         self.found: dict[Any, tuple[nn.Module, Captured]] = {}
@@ -37,7 +29,9 @@ class Captures:
     def __call__(self, model: nn.Module, inputs: Any, **options: Any) -> Captured:
         tensors = inputs.values() if isinstance(inputs, dict) else inputs
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        key = (id(model), shapes, tuple(sorted(options.items(), key=lambda item: item[0])))
+        modes = tuple(module.training for module in model.modules())
+        trainable = tuple(parameter.requires_grad for parameter in model.parameters())
+        key = (id(model), modes, trainable, shapes, repr(sorted(options.items())))
         if key not in self.found:
             self.found[key] = (model, original(model, inputs, **options))
         captured = copy.copy(self.found[key][1])
@@ -51,5 +45,6 @@ CAPTURES = Captures()
 
 @pytest.fixture
 def capture_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `msc.compile` reuse the capture of an equal model and batch."""
-    monkeypatch.setattr(compiler, "capture", CAPTURES)
+    """Let MSC reuse the capture of an equal model and batch."""
+    for module in (compiler, verification):
+        monkeypatch.setattr(module, "capture", CAPTURES)

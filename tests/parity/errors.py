@@ -1,4 +1,4 @@
-"""What parity means in these tests: the errors of law 1, and the reference they are taken against."""
+"""What parity means in these tests: the errors of law 1, and what counts as sharded."""
 
 from __future__ import annotations
 
