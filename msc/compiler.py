@@ -92,13 +92,14 @@ def compile(
         pipeline.run(unit)
     if not unit.rank_graphs:
         raise UserError(
-            f"Compilation stopped after pass '{unit.log[-1].name}', as {flags.STOP_AFTER.name} asks: "
-            f"no program was made. {flags.DUMP.name}=<folder> writes what the passes made."
+            f"Compilation stopped after pass '{unit.log[-1].name}', as {flags.STOP_AFTER.name} "
+            f"asks: no program was made. {flags.DUMP.name}=<folder> writes what the passes made."
         )
     report = make_report(unit, seconds, notes)
     program = Program(
         mesh=settings.mesh,
         rank_graphs=unit.rank_graphs,
+        chunk_graphs=unit.chunk_graphs,
         parameters=_parameters(captured, unit),
         buffers={n: BufferLayout(n, b.shape, b.dtype) for n, b in captured.buffers.items()},
         inputs=tuple(InputLayout(i.name, i.shape, i.dtype, i.batch_dim) for i in captured.inputs),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +58,7 @@ class Program:
         *,
         mesh: Mesh,
         rank_graphs: Sequence[fx.GraphModule],
+        chunk_graphs: Callable[[int], Mapping[str, fx.GraphModule]],
         parameters: Mapping[str, ParameterLayout],
         buffers: Mapping[str, BufferLayout],
         inputs: Sequence[InputLayout],
@@ -73,6 +74,7 @@ class Program:
     ) -> None:
         self.mesh = mesh
         self.rank_graphs = rank_graphs
+        self._chunk_graphs = chunk_graphs
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
         self.inputs = tuple(inputs)
@@ -102,10 +104,13 @@ class Program:
         return self.rank_graphs[self.stage_of(rank)]
 
     def graphs(self, rank: int) -> dict[str, fx.GraphModule]:
-        """The rank's forward and backward graphs, flat, with every layer present."""
-        graph = self.rank_graph(rank)
-        names = {str(node.target): None for node in graph.graph.nodes if node.op == "call_module"}
-        return {name: inline(graph.get_submodule(name)) for name in names}  # type: ignore[arg-type]
+        """The rank's `"forward"` and `"backward"` of one micro-batch, flat, every layer present.
+
+        Also the `"prologue"`, where something is computed once per step for all micro-batches.
+        """
+        return {
+            name: inline(graph) for name, graph in self._chunk_graphs(self.stage_of(rank)).items()
+        }
 
     def dump(self, folder: str | Path) -> None:
         """Write the rank graph and the flat graphs of every rank as text; equal ranks share a file.
@@ -296,8 +301,8 @@ class Program:
     # -- identity
 
     def serialized(self, stage: int) -> dict[str, Any]:
-        """The rank graph of a stage as plain data; equal programs have equal data."""
-        return graphs_to_json({f"stage{stage}": self.rank_graphs[stage]})
+        """The graphs of a stage as plain data; equal programs have equal data."""
+        return graphs_to_json({"step": self.rank_graphs[stage], **self._chunk_graphs(stage)})
 
     @cached_property
     def stage_digests(self) -> tuple[str, ...]:

@@ -71,9 +71,11 @@ def load_program(folder: str | Path, rank: int | None = None) -> Program:
     source = None
     if data["has_values"]:
         source = SavedTensors(path / TENSORS, data["state_names"], data["values_digest"])
+    graphs = SavedGraphs(path, digests)
     program = Program(
         mesh=Mesh(tuple((name, size) for name, size in data["mesh"])),
-        rank_graphs=SavedGraphs(path, digests),
+        rank_graphs=graphs,
+        chunk_graphs=graphs.chunk_graphs,
         parameters={p["name"]: _parameter(p) for p in data["parameters"]},
         buffers={b["name"]: BufferLayout(*_shaped(b)) for b in data["buffers"]},
         inputs=tuple(InputLayout(*_shaped(i), i["batch_dim"]) for i in data["inputs"]),
@@ -103,7 +105,7 @@ class SavedGraphs(Sequence[fx.GraphModule]):
     def __init__(self, folder: Path, digests: Sequence[str]) -> None:
         self._folder = folder
         self._digests = digests
-        self._graphs: dict[int, fx.GraphModule] = {}
+        self._graphs: dict[int, dict[str, fx.GraphModule]] = {}
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -117,12 +119,18 @@ class SavedGraphs(Sequence[fx.GraphModule]):
     def __getitem__(self, index: int | slice) -> fx.GraphModule | list[fx.GraphModule]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        stage = range(len(self))[index]
+        return self._stage(range(len(self))[index])["step"]
+
+    def chunk_graphs(self, stage: int) -> dict[str, fx.GraphModule]:
+        """The forward and backward graph of a stage's chunk, by name."""
+        return {name: gm for name, gm in self._stage(stage).items() if name != "step"}
+
+    def _stage(self, stage: int) -> dict[str, fx.GraphModule]:
         if stage not in self._graphs:
             self._graphs[stage] = self._read(stage)
         return self._graphs[stage]
 
-    def _read(self, stage: int) -> fx.GraphModule:
+    def _read(self, stage: int) -> dict[str, fx.GraphModule]:
         file = self._folder / _graphs_file(stage)
         data = _read_json(file)
         if fingerprint(data) != self._digests[stage]:
@@ -131,7 +139,7 @@ class SavedGraphs(Sequence[fx.GraphModule]):
                 "file was changed, or comes from another program. Save the program again with "
                 "program.save(folder)."
             )
-        return graphs_from_json(data)[f"stage{stage}"]
+        return graphs_from_json(data)
 
 
 # -- to JSON

@@ -103,6 +103,16 @@ class Compilation(Unit):
             changed += sum(line not in old for line in text.splitlines())
         return changed + sum(name not in self.graphs for name in before)
 
+    def chunk_graphs(self, stage: int) -> dict[str, fx.GraphModule]:
+        """The graphs of one micro-batch on a stage, by name."""
+        chunk = self.chunks[stage]
+        found = {"forward": chunk.forward}
+        if chunk.backward is not None:
+            found["backward"] = chunk.backward
+        if self.local_prologue is not None and any(kind == "step" for kind, _ in chunk.others):
+            found["prologue"] = self.local_prologue.gm
+        return found
+
     @property
     def prologue_names(self) -> list[str]:
         """The step values that the prologue computes, in order."""

@@ -16,6 +16,7 @@ from msc.passes.fuse_bias import FuseBias
 from msc.passes.normalize import NORMALIZE
 from msc.passes.place import Place
 from msc.passes.rank_graph import build_rank_graph
+from msc.passes.reduce_early import ReduceEarly
 from msc.passes.shard import Shard
 from msc.passes.shard_batch import ShardBatch
 
@@ -102,6 +103,7 @@ TRAIN = Pipeline(
         Differentiate(),
         BuildChunks(),  # after differentiation: costs count the backward as it is
         BuildRankGraphs(),
+        ReduceEarly(),  # before the proof, which speaks of the order that runs
         CheckCommunication(),
     ]
 )

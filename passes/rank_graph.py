@@ -32,6 +32,8 @@ from msc.passes.schedules import Step, schedule_of
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
 
+_SMALLEST_BUCKET = 2**20
+
 
 def build_rank_graph(unit: Compilation, stage: int) -> fx.GraphModule:
     """The step of the ranks at pp coordinate `stage`."""
@@ -271,12 +273,16 @@ class _Builder:
         return gradients
 
     def _buckets(self, names: list[str], gradients: dict[str, fx.Node]) -> list[list[str]]:
+        """Groups of gradients that are reduced together, in the order in which they are made."""
         buckets: list[list[str]] = []
         filled = 0
-        for name in names:
+        whole = sum(nbytes(gradients[name].meta["val"]) for name in names)
+        # not all in one: the first should leave long before the last gradient is there
+        limit = min(self.settings.bucket_bytes, max(_SMALLEST_BUCKET, whole // 8))
+        for name in reversed(names):
             value = gradients[name].meta["val"]
             same = buckets and gradients[buckets[-1][0]].meta["val"].dtype == value.dtype
-            if not same or filled + nbytes(value) > self.settings.bucket_bytes:
+            if not same or filled + nbytes(value) > limit:
                 buckets.append([])
                 filled = 0
             buckets[-1].append(name)
