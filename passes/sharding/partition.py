@@ -305,23 +305,14 @@ class _Partitioner:
             return self.variants[value][wanted]
         if not has_gradient and (copy := self._sharded_copy(value, wanted)) is not None:
             return copy
-        for index in self._conversion_order(current, wanted):
-            step = list(current)
-            step[index] = wanted[index]
-            target = tuple(step)
+        for index, state in _conversion_steps(current, wanted):
+            target = _replace(current, index, state)
             if target not in self.variants[value]:
                 node = self._convert(value, current, target, index)
                 self._type(node, target, has_gradient)
                 self.variants[value][target] = node
             current = target
         return self.variants[value][current]
-
-    def _conversion_order(self, current: States, wanted: States) -> list[int]:
-        # inner axes are gathered first and sharded last, so that runs stay contiguous
-        changed = [i for i in range(len(current)) if current[i] != wanted[i]]
-        gathers = [i for i in changed if isinstance(current[i].value, Shard)]
-        others = [i for i in changed if i not in gathers]
-        return gathers[::-1] + others
 
     def _has_gradient(self, value: Value) -> bool:
         node, _ = value
@@ -449,6 +440,29 @@ class _Partitioner:
                 f"{placement.dim}. This is a bug in the placement pass."
             )
         return runs
+
+
+def _conversion_steps(current: States, wanted: States) -> list[tuple[int, State]]:
+    """The conversions that lead from `current` to `wanted`, each of one axis.
+
+    An inner axis splits what the outer ones left of a dim. So inner axes are gathered first and
+    sharded last, also those that end as they began, if an outer axis changes the same dim.
+    """
+    changed = [
+        i for i, (have, want) in enumerate(zip(current, wanted, strict=True)) if have != want
+    ]
+    gathers = [i for i in changed if isinstance(current[i].value, Shard)]
+    for inner, state in enumerate(current):
+        if inner not in changed and isinstance(state.value, Shard):
+            outer = [s.value for i in changed if i < inner for s in (current[i], wanted[i])]
+            if any(isinstance(o, Shard) and o.dim == state.value.dim for o in outer):
+                gathers.append(inner)
+    steps: list[tuple[int, State]] = []
+    for i in sorted(gathers, reverse=True):
+        steps.append((i, VARYING if isinstance(wanted[i].value, Shard) else wanted[i]))
+    rest = [i for i in changed if i not in gathers]
+    rest += [i for i in gathers if isinstance(wanted[i].value, Shard)]
+    return steps + [(i, wanted[i]) for i in sorted(rest)]
 
 
 def _replace(states: States, index: int, state: State) -> States:
