@@ -26,7 +26,7 @@ from tests.passes.graphs import (
     through,
     token_batch,
 )
-from tests.passes.sharding.placing import Problem, ops_of, states_of
+from tests.passes.sharding.placing import Chosen, Problem, ops_of, states_of
 
 CLUSTER = CostModel(Cluster("small", 1e9, 1e9, 1e9, 8, 1e8, 1e7))
 SLOW_LINKS = CostModel(Cluster("slow links", 1e12, 1e9, 1e9, 8, 1e3, 1e3))
@@ -58,7 +58,7 @@ def problem(gm: fx.GraphModule, size: int, model: CostModel | None = None) -> Pr
 def assert_optimal(given: Problem) -> None:
     """The search's cost is the least of all, and its choice has that cost."""
     placed = given.search()
-    chosen = {**placed.placeholders, **placed.strategies}
+    chosen: Chosen = {**placed.placeholders, **placed.strategies}
     assert given.cost(chosen, placed.loss) == pytest.approx(placed.cost, rel=1e-6)
     assert placed.cost == pytest.approx(given.cheapest(), rel=1e-6)
 
@@ -81,12 +81,12 @@ def test_no_combination_is_cheaper(ops: tuple[str, ...], width: int, model: Cost
 
 
 @given(
-    st.lists(st.sampled_from(["linear", "square", "softmax"]), min_size=3, max_size=4),
+    st.lists(st.sampled_from(["linear", "square", "softmax"]), min_size=2, max_size=3),
     st.sampled_from(sorted(MODELS)),
 )
 @settings(max_examples=15, deadline=None)
 def test_no_combination_of_a_longer_chain_is_cheaper(ops: list[str], model: str) -> None:
-    assert_optimal(problem(chain(tuple(ops), 4), 2, MODELS[model]))
+    assert_optimal(problem(chain(("linear", *ops), 4), 2, MODELS[model]))
 
 
 def two_blocks() -> fx.GraphModule:
