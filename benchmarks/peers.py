@@ -224,6 +224,7 @@ class Compiled(Candidate):
         self.inputs = self.program.local_inputs(batch, rank)
 
     def step(self) -> float:
-        outputs = self.executor.run(self.state.arguments(self.graph, self.inputs))
-        advance(self.state, self.graph, outputs)
-        return float(outputs["loss"])
+        inputs = self.state.arguments(self.graph, self.inputs)
+        self.outputs = self.executor.run(inputs)  # kept until the next step has run, as in Trainer
+        advance(self.state, self.graph, self.outputs)
+        return float(self.outputs["loss"])

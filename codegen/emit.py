@@ -33,6 +33,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from msc.codegen.fast_calls import FAST_CALLS
+from msc.codegen.in_place import in_place_calls
 from msc.codegen.lifetime import last_uses, reuses_total, unpacked
 from msc.codegen.names import Namespace, Renderer, op_name
 from msc.codegen.pieces import cut_at_communication
@@ -171,6 +172,7 @@ class _Function:
         self._items = unpacked(module)
         self._folded = {item for items in self._items.values() for item in items if item}
         self._ends = last_uses(module, self._items)
+        self._in_place = in_place_calls(module)
         self._lines: list[str] = []
 
     def source(self) -> str:
@@ -242,10 +244,18 @@ class _Function:
             return f"rt.{self._action(node)}({self._arguments(node)})"
         if node.target is operator.getitem:
             return f"{self._render.value(node.args[0])}[{self._render.value(node.args[1])}]"
+        if node in self._in_place:
+            return self._overwriting(node)
         target: Any = node.target
         fast = KERNELS.get(target) or FAST_CALLS.get(target, target)
         function = self._namespace.bind(op_name(target), fast)
         return f"{function}({self._arguments(node)})"
+
+    def _overwriting(self, node: fx.Node) -> str:
+        function, index = self._in_place[node]
+        name = self._namespace.bind(function.__name__, function)
+        others = (*node.args[:index], *node.args[index + 1 :])
+        return f"{name}({self._arguments(node, (node.args[index], *others))})"
 
     def _action(self, node: fx.Node) -> str:
         name: str = node.target.__name__  # type: ignore[union-attr]

@@ -55,7 +55,7 @@ def first(rt, args):
     del x
     wait_tensor_default = rt.wait(all_reduce_default)  # f64[4,8] layers.0
     del all_reduce_default
-    add_tensor = aten_add_Tensor(wait_tensor_default, relu_default)  # f64[4,8] layers.0
+    add_tensor = add_(wait_tensor_default, relu_default)  # f64[4,8] layers.0
     del wait_tensor_default
     return (add_tensor, relu_default)
 
