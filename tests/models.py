@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-transformers.logging.set_verbosity_error()
+transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 VOCABULARY = 96
 WIDTH = 64
@@ -44,7 +44,9 @@ class GPTBlock(nn.Module):
             q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
         )
         x = x + self.drop(self.proj(y.transpose(1, 2).contiguous().view(batch, length, width)))
-        return x + self.drop(self.down(functional.gelu(self.up(self.ln_2(x)))))
+        y = self.down(functional.gelu(self.up(self.ln_2(x))))
+        result: Tensor = x + self.drop(y)
+        return result
 
 
 class GPT(nn.Module):
@@ -124,7 +126,8 @@ class LlamaBlock(nn.Module):
         )
         x = x + self.wo(y.transpose(1, 2).reshape(batch, length, -1))
         h = self.ffn_norm(x)
-        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+        result: Tensor = x + self.down(functional.silu(self.gate(h)) * self.up(h))
+        return result
 
 
 class Llama(nn.Module):
@@ -179,19 +182,25 @@ def _sizes(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def _gpt2() -> nn.Module:
-    sizes = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
-    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(  # type: ignore[no-any-return]
-        transformers.GPT2Config(**sizes, **drop, **tokens)
-    )
+_GPT2_SIZES = {
+    "vocab_size": VOCABULARY,
+    "n_positions": LENGTH,
+    "n_embd": WIDTH,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 
 
-def _of(model: str, config: str, **changes: Any) -> Callable[[], nn.Module]:
+def _of(model: str, config: str, sizes: dict[str, Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        settings = getattr(transformers, config)(**_sizes(**changes))
-        return getattr(transformers, model)(settings)  # type: ignore[no-any-return]
+        settings = getattr(transformers, config)(**sizes)
+        built: nn.Module = getattr(transformers, model)(settings)
+        return built
 
     return build
 
@@ -199,17 +208,17 @@ def _of(model: str, config: str, **changes: Any) -> Callable[[], nn.Module]:
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "nanogpt": GPT,
     "llama-like": Llama,
-    "gpt2": _gpt2,
-    "llama": _of("LlamaForCausalLM", "LlamaConfig"),
-    "neox": _of("GPTNeoXForCausalLM", "GPTNeoXConfig"),
-    "mistral": _of("MistralForCausalLM", "MistralConfig", num_key_value_heads=4, sliding_window=8),
-    "qwen2": _of("Qwen2ForCausalLM", "Qwen2Config", num_key_value_heads=4),
+    "gpt2": _of("GPT2LMHeadModel", "GPT2Config", _GPT2_SIZES),
+    "llama": _of("LlamaForCausalLM", "LlamaConfig", _sizes()),
+    "neox": _of("GPTNeoXForCausalLM", "GPTNeoXConfig", _sizes()),
+    "mistral": _of(
+        "MistralForCausalLM", "MistralConfig", _sizes(num_key_value_heads=4, sliding_window=8)
+    ),
+    "qwen2": _of("Qwen2ForCausalLM", "Qwen2Config", _sizes(num_key_value_heads=4)),
     "bert": _of(
         "BertForMaskedLM",
         "BertConfig",
-        pad_token_id=0,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        _sizes(pad_token_id=0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
     ),
 }
 """Every model that the parity matrix runs; dims divide by 4."""

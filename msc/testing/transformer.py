@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 IGNORED = -100
-ACTIVATIONS = {"gelu": functional.gelu, "silu": functional.silu, "relu": functional.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "relu": functional.relu,
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ class _Block(nn.Module):
         inner = ACTIVATIONS[self.config.activation](self.up(h))
         if self.config.gated:
             inner = inner * self.gate(h)
-        return x + self.drop(self.down(inner))
+        result: Tensor = x + self.drop(self.down(inner))
+        return result
 
     def _attend(self, h: Tensor) -> Tensor:
         config = self.config
