@@ -58,7 +58,7 @@ def differentiate(gm: fx.GraphModule, fake_mode: Any, with_backward: bool = True
     inputs = placeholders(gm)
     if not with_backward or not any(node.meta.get("differentiable") for node in inputs):
         return _forward_only(gm)
-    _detach_from_inputs(gm)
+    _separate_outputs(gm)
     for node in gm.graph.nodes:
         if node.op == "call_function":
             # survives the trace, also onto the backward nodes
@@ -88,14 +88,18 @@ def _forward_only(gm: fx.GraphModule) -> Differentiated:
     return Differentiated(forward, None, len(output_nodes(gm)), 0, (), (), ())
 
 
-def _detach_from_inputs(gm: fx.GraphModule) -> None:
-    """Copy outputs that are views of inputs: an alias of an input gets no tangent."""
+def _separate_outputs(gm: fx.GraphModule) -> None:
+    """Copy outputs that share the memory of an input or of another output.
+
+    AOTAutograd gives an alias no tangent, so that a gradient that comes in by it would be lost.
+    """
+    taken = [tensor_of(node).untyped_storage() for node in placeholders(gm)]
     for node in dict.fromkeys(output_nodes(gm)):
         storage = tensor_of(node).untyped_storage()
-        if any(tensor_of(i).untyped_storage() is storage for i in placeholders(gm)):
+        if any(storage is other for other in taken):
             _clone_output(gm, node)
-        elif node.op == "placeholder":
-            _clone_output(gm, node)
+        else:
+            taken.append(storage)
 
 
 def _clone_output(gm: fx.GraphModule, node: fx.Node) -> None:
