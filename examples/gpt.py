@@ -89,3 +89,11 @@ def _initialize(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
+
+
+def build() -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """A small model and a batch of 8, for the command line: `msc verify examples.gpt:build`."""
+    torch.manual_seed(0)
+    config = Config(layers=4, hidden=64, heads=4, sequence=32)
+    tokens, labels = torch.randint(config.vocabulary, (2, 8, config.sequence))
+    return GPT(config), (tokens, labels)
