@@ -176,7 +176,8 @@ def text(gm: fx.GraphModule) -> str:
 
 def assert_text(gm: fx.GraphModule, expected: str) -> None:
     """Compare a graph's text with a golden one."""
-    assert text(gm) == expected
+    found = text(gm)
+    assert found == expected, found
 
 
 def named_values(gm: fx.GraphModule, seed: int = 0) -> dict[str, Tensor]:
