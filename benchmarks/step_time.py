@@ -76,11 +76,11 @@ BUBBLE = {"pp=2": 1 / peers.MICRO_BATCHES}
 """Idle fraction of the work of a rank: (stages - 1) / micro-batches."""
 
 
-def measure_group(model: str, group: str, rounds: int) -> Result:
+def measure_group(model: str, group: str, rounds: int, skip: list[str]) -> Result:
     """Take turns; the same result on both ranks."""
     config, size = MODELS[model]
     batch = random_batch(config, size, seed=1)
-    made = {name: make(config, batch) for name, make in GROUPS[group].items()}
+    made = {name: make(config, batch) for name, make in GROUPS[group].items() if name not in skip}
     program = made["msc"].program  # type: ignore[attr-defined]
     sent = [floor.transfers(graph) for graph in program.rank_graphs]
     kinds = sorted({transfer for found in sent for transfer in found}, key=str)
@@ -147,7 +147,13 @@ def _check_losses(losses: dict[str, list[float]]) -> None:
 
 
 def _worker(
-    rank: int, ranks: int, folder: str, models: list[str], groups: list[str], rounds: int
+    rank: int,
+    ranks: int,
+    folder: str,
+    models: list[str],
+    groups: list[str],
+    rounds: int,
+    skip: list[str],
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -160,7 +166,7 @@ def _worker(
     results = []
     for model in models:
         for group in groups:
-            result = measure_group(model, group, rounds)
+            result = measure_group(model, group, rounds, skip)
             results.append(result)
             gc.collect()
             if rank == 0:
@@ -171,9 +177,11 @@ def _worker(
     dist.destroy_process_group()
 
 
-def _run(ranks: int, models: list[str], groups: list[str], rounds: int) -> list[Result]:
+def _run(
+    ranks: int, models: list[str], groups: list[str], rounds: int, skip: list[str]
+) -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, folder, models, groups, rounds)
+        arguments = (ranks, folder, models, groups, rounds, skip)
         spawn(_worker, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
         results: list[Result] = json.loads(Path(folder, "results.json").read_text())
     return results
@@ -185,13 +193,14 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--skip", nargs="+", default=[], help="candidates, such as 'msc inductor'")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON and PNG")
     options = parser.parse_args()
     results = [
         result
         for ranks, groups in ((1, [ALONE]), (2, [g for g in GROUPS if g != ALONE]))
         if (chosen := [group for group in groups if group in options.groups])
-        for result in _run(ranks, options.models, chosen, options.rounds)
+        for result in _run(ranks, options.models, chosen, options.rounds, options.skip)
     ]
     print(table(results))
     options.out.mkdir(parents=True, exist_ok=True)
