@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from msc.cost.flops import call_flops, is_gemm, nbytes
@@ -65,7 +66,7 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         sharded=_sharded(unit),
         collectives=tuple(_collectives(gm) for gm in unit.rank_graphs),
         fallbacks=tuple(fallbacks),
-        notes=(*notes, *unit.notes),
+        notes=(*notes, *unit.notes, *_head_notes(unit)),
         replicated=tuple(_replicated(unit)),
         cpu_seconds=seconds,
         distinct_blocks=len(unit.structure.blocks),
@@ -171,6 +172,30 @@ def _fallbacks(unit: Compilation) -> list[str]:
                 found[
                     f"{where}: {op} runs whole on every tp rank: tp={size} does not split it "
                     f"evenly (dims {lengths})"
+                ] = None
+    return list(found)
+
+
+_INSTEAD = {0: "samples", 2: "query positions"}
+
+
+def _head_notes(unit: Compilation) -> list[str]:
+    """What tp splits in attention whose heads it does not divide."""
+    if unit.placed is None:
+        return []
+    size = unit.settings.mesh.axis_size("tp")
+    found: dict[str, None] = {}
+    for gm in unit.structure.blocks.values():
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.msc.attention.default):
+            placement = unit.placed.strategies[node].results[0].value
+            query, key = (tensors_of(operand)[0] for operand in operand_nodes(node)[:2])
+            if not isinstance(placement, Shard) or key.shape[1] % size == 0:
+                continue
+            if placement.dim in _INSTEAD:
+                found[
+                    f"{node.meta.get('module_path') or node.name}: tp={size} does not split the "
+                    f"{query.shape[1]} heads ({key.shape[1]} of keys) evenly; each rank attends "
+                    f"for its part of the {_INSTEAD[placement.dim]} instead"
                 ] = None
     return list(found)
 
