@@ -319,8 +319,8 @@ class Masked(nn.Module):
             part.view(batch, length, 4, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
         )
         y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        y = self.out(y.transpose(1, 2).reshape(batch, length, 32))
-        return y.square().mean()
+        loss: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, 32)).square().mean()
+        return loss
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2", "dp=2,tp=2"])
