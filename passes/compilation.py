@@ -17,8 +17,9 @@ from msc.ir.printer import format_graph
 from msc.ir.structure import Structure
 from msc.passes.chunks import Block, Chunk, Key
 from msc.passes.differentiate import Differentiated
+from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.batch import BatchPlan
-from msc.passes.sharding.partition import Axis, Partitioned
+from msc.passes.sharding.partition import Partitioned
 from msc.passes.sharding.search import Placed
 
 

@@ -16,9 +16,9 @@ import torch
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.placement import Replicate, Shard, State
 from msc.passes.compilation import Compilation
+from msc.passes.sharding.axes import Axis, parts
 from msc.passes.sharding.calls import Value
 from msc.passes.sharding.candidates import find_candidates
-from msc.passes.sharding.partition import Axis, parts
 from msc.passes.sharding.search import Placed, search
 
 

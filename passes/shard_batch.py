@@ -25,9 +25,9 @@ from msc.ir.structure import Instance, Source, Structure, output_nodes, placehol
 from msc.ir.values import operand_nodes
 from msc.passes.compilation import Compilation
 from msc.passes.cut import copy_subgraph
+from msc.passes.sharding.axes import parts
 from msc.passes.sharding.batch import BatchPlan, propagate_batch
 from msc.passes.sharding.calls import Value, operands_of, value_of
-from msc.passes.sharding.partition import parts
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import fx
 from msc.ir.placement import Partial, Segments, Shard, State
 from msc.ir.structure import Structure, output_nodes
 from msc.ir.values import tensors_of
+from msc.passes.sharding.axes import Axis, local_runs
 from msc.passes.sharding.calls import (
     Value,
     canonical,
@@ -23,7 +24,6 @@ from msc.passes.sharding.calls import (
     rule_of,
     value_of,
 )
-from msc.passes.sharding.partition import Axis, local_runs
 from msc.passes.sharding.rule import Strategy, factor_of, factors, shard_factor, strategies
 
 _ROUNDS = 12

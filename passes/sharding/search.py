@@ -23,9 +23,9 @@ from msc.ir.errors import PlanError
 from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Partial, Shard, State, sharded
 from msc.ir.structure import Structure, output_nodes
 from msc.ir.values import operand_nodes, tensors_of
+from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.calls import Value, is_call, operands_of, value_of
 from msc.passes.sharding.candidates import Candidates, value_differentiable
-from msc.passes.sharding.partition import Axis
 from msc.passes.sharding.rule import Strategy
 
 _REFINEMENTS = 4

@@ -15,9 +15,9 @@ from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Shard, State, sharded
 from msc.ir.structure import output_nodes, placeholders
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.compilation import Compilation
+from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.calls import Value, is_call, operands_of, value_of
 from msc.passes.sharding.candidates import Candidates, find_candidates, value_differentiable
-from msc.passes.sharding.partition import Axis
 from msc.passes.sharding.rule import Strategy
 from msc.passes.sharding.search import Placed, conversion_cost, search
 

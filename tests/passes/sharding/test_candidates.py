@@ -7,8 +7,8 @@ import operator
 from torch import fx
 
 from msc.ir.placement import sharded
+from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.candidates import Candidates, find_candidates
-from msc.passes.sharding.partition import Axis
 from tests.passes.graphs import ATEN, Forward, compilation, through
 from tests.passes.sharding.placing import Problem
 

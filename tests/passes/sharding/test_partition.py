@@ -31,15 +31,9 @@ from msc.ir.printer import format_graph
 from msc.ir.structure import placeholders
 from msc.passes.cut import mark_differentiable
 from msc.passes.differentiate import differentiate
+from msc.passes.sharding.axes import Axis, local_runs, local_shape
 from msc.passes.sharding.calls import is_call
-from msc.passes.sharding.partition import (
-    Axis,
-    Partitioned,
-    Plan,
-    local_runs,
-    local_shape,
-    partition,
-)
+from msc.passes.sharding.partition import Partitioned, Plan, partition
 from msc.passes.sharding.rule import Strategy
 from msc.runtime.virtual import VirtualExecutor
 from tests.passes.graphs import ATEN, Forward, assert_text
