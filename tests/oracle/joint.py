@@ -53,7 +53,7 @@ class Ranks:
         if target is operator.getitem:
             return args[0][args[1]]
         values = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value)]
-        found = None
+        found: Any = None
         if target in POINTWISE:
             found = _pointwise(target, args, kwargs)
         elif target in RULES:

@@ -61,6 +61,9 @@ def linear_dgrad(gy: Value, w: Value, transposed: bool = False) -> Value | None:
 
 def _product(x: Value, w: Value, contracted: int) -> Value | None:
     """x times a matrix, summed over x's last dim and the matrix' dim `contracted`."""
+    free = 1 - contracted
+    if w.dim == free:  # weights stay where they are
+        x = whole(x)
     x, w = _contract(x, w, (-1, contracted))
 
     def multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -68,9 +71,8 @@ def _product(x: Value, w: Value, contracted: int) -> Value | None:
 
     if _last(x):
         return x.map(multiply, w, partial=True)
-    free = 1 - contracted
     if w.dim == free:
-        return whole(x).map(multiply, w, dim=len(x.shape) - 1, indices=w.indices)
+        return x.map(multiply, w, dim=len(x.shape) - 1, indices=w.indices)
     return x.map(multiply, w, dim=x.dim, indices=x.indices)
 
 
@@ -197,7 +199,9 @@ def attention_backward(
         ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
         grads[0].append(ds @ key)
         for target, expanded in ((grads[1], ds.mT @ query), (grads[2], p.mT @ g)):
-            target.append(expanded.unflatten(1, (-1, repeat)).sum(2))
+            batch, heads, *rest = expanded.shape
+            grouped = expanded.reshape(batch, heads // repeat, repeat, *rest)
+            target.append(grouped.sum(2))
     return tuple(
         Value(tuple(parts), 1, like.indices) for parts, like in zip(grads, (q, k, v), strict=True)
     )
