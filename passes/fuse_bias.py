@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from msc.ir.ops.linear import LINEAR
 from msc.ir.passes import GraphPass
 from msc.ir.values import carry, tensor_of
 
-linear = torch.ops.msc.linear.default
 add = torch.ops.aten.add.Tensor
 
 
@@ -55,7 +55,7 @@ class FuseBias(GraphPass):
         x, w, *rest = product.args
         transposed = rest[1] if len(rest) > 1 else product.kwargs.get("transposed", False)
         with gm.graph.inserting_before(node):
-            new = gm.graph.call_function(linear, (x, w, bias, transposed))
+            new = gm.graph.call_function(LINEAR, (x, w, bias, transposed))
         new.meta = dict(node.meta)
         carry(product, new)
         node.replace_all_uses_with(new)
@@ -66,7 +66,7 @@ class FuseBias(GraphPass):
 def _plain_linear(node: Any) -> bool:
     return (
         isinstance(node, fx.Node)
-        and node.target is linear
+        and node.target is LINEAR
         and len(node.users) == 1
         and (len(node.args) < 3 or node.args[2] is None)
         and node.kwargs.get("b") is None
