@@ -42,10 +42,10 @@ class CostModel:
     def replicated_parameter(self, num_elements: int, num_tokens: int) -> float:
         """Cost of a parameter that an axis does not shard.
 
-        Without a cluster: an eighth of the FLOPs of its GEMM, enough that no saving in
-        communication pays for copies of a weight, and little enough that a bias is not worth any.
+        Without a cluster: a quarter of the FLOPs of its GEMM, enough that no saving in
+        communication pays for copies of a weight.
         """
         if self.cluster is None:
-            return _FLOP * num_elements * num_tokens / 8
+            return _FLOP * num_elements * num_tokens / 2
         state_bytes = 16 * num_elements  # gradient, moments and masters, read once per step
         return state_bytes / self.cluster.memory_bytes_per_s

@@ -190,6 +190,9 @@ class _Program:
         self.placeholder_states[node] = [state for state, _ in options]
 
     def _parameter_penalty(self, node: fx.Node) -> float:
+        """Cost of holding a weight whole; vectors (biases, norms) are too small to count."""
+        if node.meta["val"].dim() < 2:
+            return 0.0
         tokens = 1
         for user in node.users:
             results = tensors_of(user)

@@ -161,7 +161,7 @@ class Problem:
             else 1
             for user in node.users
         )
-        cost = self.model.replicated_parameter(value.numel(), tokens)
+        cost = self.model.replicated_parameter(value.numel(), tokens) if value.dim() > 1 else 0.0
         if state == VARYING:
             cost += self.model.collective("all_reduce", nbytes(value), self.axis.size) / 2
         return cost
