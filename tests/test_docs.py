@@ -31,5 +31,7 @@ def test_the_passes_stand_in_the_table_in_their_order() -> None:
 def test_files_that_the_pages_name_exist() -> None:
     for page in ("README.md", "CONTRIBUTING.md", "docs/architecture.md"):
         text = (ROOT / page).read_text()
-        for name in re.findall(r"`((?:msc|passes|codegen|runtime|tests|examples|benchmarks|docs)/[^`*<> ]+)`", text):
+        for name in re.findall(
+            r"`((?:msc|passes|codegen|runtime|tests|examples|benchmarks|docs)/[^`*<> ]+)`", text
+        ):
             assert (ROOT / name.rstrip("/")).exists(), f"{page} names {name}"
