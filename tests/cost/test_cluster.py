@@ -1,0 +1,63 @@
+"""A cluster as data: files, mappings, and refusals that name the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msc.cost import Cluster
+from msc.ir.errors import PlanError
+
+VALUES: dict[str, Any] = {
+    "name": "two nodes",
+    "flops_per_s": 1e15,
+    "memory_bytes_per_s": 3e12,
+    "memory_bytes": 8e10,
+    "devices_per_node": 8,
+    "node_bytes_per_s": 4e11,
+    "network_bytes_per_s": 5e10,
+}
+
+
+def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
+    cluster = Cluster(**VALUES, launch_s=1e-6)
+    cluster.save(tmp_path / "cluster.json")
+    assert Cluster.load(tmp_path / "cluster.json") == cluster
+    assert Cluster.load(str(tmp_path / "cluster.json")) == cluster
+    assert Cluster.load(cluster) is cluster
+
+
+def test_latencies_have_defaults() -> None:
+    cluster = Cluster.load(VALUES)
+    assert (cluster.node_latency_s, cluster.network_latency_s) == (5e-6, 2e-5)
+    assert cluster.launch_s == 5e-6
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "fast", None])
+def test_a_rate_is_positive(value: Any) -> None:
+    with pytest.raises(PlanError) as error:
+        Cluster.load({**VALUES, "flops_per_s": value})
+    assert str(error.value) == (
+        f"Cluster 'two nodes': flops_per_s is {value!r}; it must be positive."
+    )
+
+
+def test_unknown_and_missing_fields_are_named() -> None:
+    with pytest.raises(PlanError, match=r"^Cluster has unknown fields \['flops'\]\. Known: \["):
+        Cluster.load({**VALUES, "flops": 1})
+    less = {key: value for key, value in VALUES.items() if not key.startswith("memory")}
+    with pytest.raises(PlanError) as error:
+        Cluster.load(less)
+    assert str(error.value) == ("Cluster lacks the fields ['memory_bytes', 'memory_bytes_per_s'].")
+
+
+@pytest.mark.parametrize("text", [None, "{", "not json"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "cluster.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(PlanError) as error:
+        Cluster.load(path)
+    assert str(error.value).startswith(f"Cluster file '{path}' cannot be read: ")
