@@ -1,0 +1,92 @@
+"""The check of a GPU, run on the CPU: every op at a tiny size, planted faults, its refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import gpu_check
+from benchmarks.gpu_cases import FAMILIES, TINY, Case, Make
+
+
+def cases() -> list[Case]:
+    make = Make("cpu")
+    return [case for family in FAMILIES for case in family(make, TINY, torch.float32)]
+
+
+def test_every_op_is_right_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--cpu", "--results", str(tmp_path)])
+    assert gpu_check.main() == 0
+    data = json.loads((tmp_path / "gpu_check_cpu.json").read_text())
+    assert {row["status"] for row in data["rows"]} == {"ok"}
+    names = {row["name"].split(",")[0].split()[0] for row in data["rows"]}
+    assert names >= {
+        "linear",
+        "linear_dgrad",
+        "linear_wgrad",
+        "linear_bgrad",
+        "attention",
+        "attention_backward",
+        "nll_terms",
+        "nll_terms_backward",
+        "embedding",
+        "embedding_wgrad",
+        "dropout",
+        "adamw",
+    }
+    assert "attention causal, grouped heads" in capsys.readouterr().out
+
+
+def test_without_a_device_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main() == 2
+    assert capsys.readouterr().err.startswith("gpu_check needs a CUDA device, and torch finds none")
+
+
+def test_a_wrong_result_is_found() -> None:
+    """Each op's results, a little off in one element."""
+    for case in cases():
+        found = case.run()
+        results = list(found) if isinstance(found, (tuple, list)) else [found]
+        spoiled = [result.clone() for result in results]
+        first = spoiled[0]
+        first[(0,) * first.dim()] += 0.01 * first.abs().max() + 1e-3
+        wrong = dataclasses.replace(case, run=functools.partial(list, spoiled))
+        row = gpu_check.check(wrong, "cpu", 1)
+        assert row.status == "wrong", case.name
+
+
+def test_an_op_that_fails_is_a_row() -> None:
+    def fail() -> Tensor:
+        raise RuntimeError("no kernel")
+
+    case = Case("op", fail, fail, None, 1.0, "GB/s", torch.float32)
+    row = gpu_check.check(case, "cpu", 1)
+    assert (row.status, row.message) == ("failed", "RuntimeError: no kernel")
+
+
+def test_errors() -> None:
+    one = torch.ones(3)
+    assert gpu_check.error_of(one, one.double(), exact=True) == 0
+    assert gpu_check.error_of(one + 1e-3, one, exact=False) == pytest.approx(1e-3, rel=1e-3)
+    assert gpu_check.error_of(one + 1e-3, one, exact=True) == math.inf
+    assert gpu_check.error_of(one[:2], one, exact=False) == math.inf
+    assert gpu_check.error_of(one * math.nan, one, exact=False) == math.inf
+
+
+def test_what_does_not_fit_into_the_time_is_listed() -> None:
+    rows = gpu_check.run("cpu", TINY, [torch.float32], seconds=-1)
+    assert [row.status for row in rows] == ["skipped"] * len(FAMILIES)
+    assert rows[0].name == "linear"
