@@ -123,9 +123,8 @@ def _nll_terms(emit: Emitter, logits: fx.Node, target: fx.Node) -> tuple[fx.Node
     gm = emit.gm
     if target.meta["val"].dtype != torch.int64:
         target = emit(aten.to.dtype, target, torch.int64)
-    dtype = _wide_dtype(logits.meta["val"].dtype)
     shape = shape_of(logits)[:-1]
-    fakes = tuple(new_fake(mode_of(gm), shape, dtype) for _ in range(2))
+    fakes = tuple(new_fake(mode_of(gm), shape, torch.float64) for _ in range(2))
     with gm.graph.inserting_before(emit.anchor):
         pair = gm.graph.call_function(torch.ops.msc.nll_terms.default, (logits, target))
         parts = [gm.graph.call_function(operator.getitem, (pair, index)) for index in range(2)]

@@ -29,16 +29,27 @@ def nll_terms(logits: Tensor, target: Tensor, start: Tensor | None = None) -> tu
 
     lse is the logsumexp over v; target_logit the logit of the target. With `start` (0-dim int64)
     the logits are the columns `[start, start + v)` of the vocabulary. A target outside of them,
-    such as -100, gives target_logit 0. Half types are computed in float32, and so are the results.
+    such as -100, gives target_logit 0. Half types are computed in float32.
+
+    Both results are float64: their difference is the loss, and logits of a few tens leave float32
+    no more than five digits of a small one.
     """
     rows, v = logits.reshape(-1, logits.shape[-1]), logits.shape[-1]
     column, inside = _columns(target, start, v)
-    lse = rows.new_empty(rows.shape[0], dtype=_wide(logits.dtype))
+    lse = rows.new_empty(rows.shape[0], dtype=torch.float64)
     for block in _row_blocks(rows):
-        torch.logsumexp(rows[block].to(lse.dtype), 1, out=lse[block])
-    picked = rows.gather(1, column.unsqueeze(1)).squeeze(1).to(lse.dtype)
+        lse[block] = _logsumexp(rows[block].to(_compute_dtype(rows.dtype)))
+    picked = rows.gather(1, column.unsqueeze(1)).squeeze(1).double()
     picked.masked_fill_(~inside, 0.0)
     return lse.view(target.shape), picked.view(target.shape)
+
+
+def _logsumexp(rows: Tensor) -> Tensor:
+    """float64 `[rows]`: the maximum is exact, so only the sum of exponentials is rounded."""
+    largest = rows.amax(1, keepdim=True)
+    finite = largest.masked_fill(largest == _MINUS_INFINITY, 0.0)
+    total = (rows - finite).exp_().sum(1)
+    return total.double().log_().add_(finite.squeeze(1))
 
 
 def nll_terms_backward(
@@ -52,10 +63,10 @@ def nll_terms_backward(
     """`glse * softmax(logits)`, plus gtarget at the target: `[..., v]` in the dtype of logits."""
     rows, v = logits.reshape(-1, logits.shape[-1]), logits.shape[-1]
     column, inside = _columns(target, start, v)
-    wide = lse.dtype
+    wide = _compute_dtype(logits.dtype)
     # A row of logits that is -inf throughout has softmax 0 here, not exp(-inf + inf).
-    shift = lse.reshape(-1, 1).masked_fill(lse.reshape(-1, 1) == _MINUS_INFINITY, 0.0)
-    weight = glse.reshape(-1, 1)
+    shift = lse.reshape(-1, 1).masked_fill(lse.reshape(-1, 1) == _MINUS_INFINITY, 0.0).to(wide)
+    weight = glse.reshape(-1, 1).to(wide)
     at_target = gtarget.reshape(-1, 1).to(wide).masked_fill(~inside.unsqueeze(1), 0.0)
     result = rows.new_empty(rows.shape)
     for block in _row_blocks(rows):
@@ -68,7 +79,7 @@ def nll_terms_backward(
     return result.view(logits.shape)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF_DTYPES else dtype
 
 
@@ -101,10 +112,9 @@ def _nll_terms_fake(
     logits: Tensor, target: Tensor, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     _check(logits, target)
-    dtype = _wide(logits.dtype)
     return (
-        logits.new_empty(target.shape, dtype=dtype),
-        logits.new_empty(target.shape, dtype=dtype),
+        logits.new_empty(target.shape, dtype=torch.float64),
+        logits.new_empty(target.shape, dtype=torch.float64),
     )
 
 
