@@ -18,9 +18,14 @@ _LINK_BYTE = 1.0
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs on a cluster, or in weighted FLOPs and bytes."""
+    """Costs on a cluster, or in weighted FLOPs and bytes.
+
+    message_bytes: what a round of messages weighs without a cluster, whatever it carries. There is
+        no absolute latency then, so the one who knows the model's sizes sets it.
+    """
 
     cluster: Cluster | None = None
+    message_bytes: float = 0.0
 
     def compute(self, flops: float, memory_bytes: float) -> float:
         """Cost of work that runs `flops` on the matrix units and moves `memory_bytes`."""
@@ -33,7 +38,7 @@ class CostModel:
         rounds = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}[kind]
         moved = rounds * payload_bytes * (size - 1) / size
         if self.cluster is None:
-            return _LINK_BYTE * moved
+            return _LINK_BYTE * (moved + (rounds * self.message_bytes if size > 1 else 0.0))
         inside = size <= self.cluster.devices_per_node
         rate = self.cluster.node_bytes_per_s if inside else self.cluster.network_bytes_per_s
         latency = self.cluster.node_latency_s if inside else self.cluster.network_latency_s

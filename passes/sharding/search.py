@@ -10,7 +10,7 @@ borders, and tied parameters, are shared variables. Solved by HiGHS (scipy.optim
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy import sparse
@@ -96,6 +96,19 @@ def search(
     return _Program(structure, candidates, axis, model, num_micro_batches, share).solve()
 
 
+def _border_bytes(structure: Structure, share: Callable[[Value], float]) -> float:
+    """The largest value that one block passes to another, on one rank of dp and mb."""
+    sizes = [0.0]
+    for instance in structure.instances:
+        for source in instance.sources:
+            if source.kind == "block":
+                producer = structure.instances[source.instance]
+                outputs = output_nodes(structure.blocks[producer.block])
+                value = value_of(outputs[source.output])
+                sizes.append(nbytes(tensors_of(value[0])[value[1]]) * share(value))
+    return max(sizes)
+
+
 class _Program:
     def __init__(
         self,
@@ -109,7 +122,9 @@ class _Program:
         self.structure = structure
         self.candidates = candidates
         self.axis = axis
-        self.model = model
+        # a tenth of what passes from layer to layer: saving bytes by many small messages is no
+        # gain on any network, and a model of another size has the same best plan
+        self.model = replace(model, message_bytes=_border_bytes(structure, share) / 10)
         self.num_micro_batches = num_micro_batches
         self.share = share
         self.placeholder_states: dict[fx.Node, list[State]] = {}
@@ -169,9 +184,8 @@ class _Program:
             penalty = self._parameter_penalty(node)
             options.append((REPLICATED, penalty))
             if trainable:
-                reduce = self.model.collective(
-                    "all_reduce", nbytes(node.meta["val"]), self.axis.size
-                )
+                bucketed = replace(self.model, message_bytes=0.0)
+                reduce = bucketed.collective("all_reduce", nbytes(node.meta["val"]), self.axis.size)
                 # once per step, in a bucket with others: cheaper than the same bytes on their own
                 options.append((VARYING, penalty + reduce / (2 * self.num_micro_batches)))
             options += [(state, 0.0) for state in shards]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
@@ -148,8 +148,15 @@ class Problem:
             return math.inf
         payload = nbytes(tensors_of(node)[index])
         gradient = value_differentiable(value)
-        cost = conversion_cost(have, want, payload, self.axis.size, gradient, self.model)
+        model = replace(self.model, message_bytes=self._border() / 10)
+        cost = conversion_cost(have, want, payload, self.axis.size, gradient, model)
         return math.inf if cost is None else cost
+
+    def _border(self) -> float:
+        """Bytes of the largest value that one block passes to another."""
+        sources = [s for i in self.unit.structure.instances for s in i.sources]
+        values = [self._output(s.instance, s.output) for s in sources if s.kind == "block"]
+        return max((nbytes(tensors_of(node)[index]) for node, index in values), default=0)
 
     def _parameter(self, node: fx.Node, state: State) -> float:
         if node.meta["kind"] != "parameter" or isinstance(state.value, Shard):
