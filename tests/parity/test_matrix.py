@@ -90,8 +90,10 @@ def test_parity(name: str, mesh: dict[str, int], microbatches: int) -> None:
         for step in range(1, STEPS):
             result = program.run_virtual(models.batch(name, step), result.state)
         assert parameter_errors(result.params, expected.final) == {}
+        # A bias of keys has no gradient, since softmax does not see it; all else has moved far.
         moved = parameter_errors(result.params, initial(program), tolerance=0.01)
-        assert moved.keys() == program.parameters.keys()
+        still = program.parameters.keys() - moved.keys()
+        assert {name for name in still if not name.endswith("key.bias")} == set()
 
 
 def initial(program: Program) -> dict[str, Tensor]:
@@ -109,7 +111,7 @@ def test_the_reference_is_the_plain_model(name: str) -> None:
         loss.backward()
         optimizer.step()
         if step == 0:
-            assert float((loss - single(name).loss).abs()) <= 1e-12
+            assert float((loss.detach() - single(name).loss).abs()) <= 1e-12
     final: dict[str, Any] = dict(plain.named_parameters())
     assert parameter_errors(single(name).final, {n: final[n].detach() for n in final}) == {}
 
