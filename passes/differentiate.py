@@ -168,7 +168,8 @@ class _Splitter:
     def _check_gradients(self, wanted: list[int], gradients: list[int]) -> None:
         names = placeholders(self.gm)
         for index in wanted:
-            if index not in gradients and names[index].users:
+            read = any(user.meta.get("differentiable") for user in names[index].users)
+            if index not in gradients and read:
                 node = names[index]
                 raise VerifyError(
                     f'differentiate: {node.meta["kind"]} "{node.meta.get("name", node.name)}" is '

@@ -47,6 +47,8 @@ class _Builder:
         self.stage = stage
         self.num_stages = unit.settings.mesh.axis_size("pp")
         self.chunk: Chunk = unit.chunks[stage]
+        trained = {name for chunk in unit.chunks for name in chunk.parameter_gradients}
+        self.trained = [name for name in self.chunk.parameters if name in trained]
         self.forward_values = _values(self.chunk.forward)
         self.backward_values = _values(self.chunk.backward) if self.chunk.backward else ()
         self.graph = fx.Graph()
@@ -104,7 +106,7 @@ class _Builder:
             self.parameters[name] = self._placeholder(node.name, node.meta)
         if self.settings.optimizer is not None:
             for moment in ("first_moment", "second_moment"):
-                for name in self.chunk.parameter_gradients:
+                for name in self.trained:
                     node = self.parameters[name]
                     meta = {**node.meta, "kind": "optimizer", "name": f"{moment}.{name}"}
                     placeholder = self._placeholder(f"{moment}_{node.name}", meta)
@@ -252,13 +254,10 @@ class _Builder:
     # -- the end of the step
 
     def _reduce_gradients(self) -> dict[str, fx.Node]:
-        names = self.chunk.parameter_gradients
-        if not names or self.total is None:
-            return {}
-        gradients = {name: self._pick(self.total, i) for i, name in enumerate(names)}
+        gradients = self._summed_gradients()
         first: dict[str, list[str]] = {}
         tied: dict[str, list[str]] = {}
-        for name in names:
+        for name in gradients:
             states = self.unit.parameter_states[name]
             axes = [a for a, s in states.items() if a != "mb" and isinstance(s.grad, Partial)]
             if axes:
@@ -266,10 +265,30 @@ class _Builder:
             stages = self.unit.stages_of[name]
             if len(stages) > 1:
                 tied.setdefault(f"pp[{','.join(map(str, stages))}]", []).append(name)
-        for groups in (first, tied):
-            for group, members in groups.items():
-                for bucket in self._buckets(members, gradients):
-                    self._all_reduce(group, bucket, gradients)
+        for group, members in first.items():
+            for bucket in self._buckets(members, gradients):
+                self._all_reduce(group, bucket, gradients)
+        # stages read tied weights in different orders; what they reduce together has one order
+        for group, members in sorted(tied.items()):
+            for bucket in self._buckets(sorted(members), gradients):
+                self._all_reduce(group, bucket, gradients)
+        return gradients
+
+    def _summed_gradients(self) -> dict[str, fx.Node]:
+        """Gradients over all micro-batches; zero where only another stage has one of a weight."""
+        gradients = {}
+        for name in self.trained:
+            if name in self.chunk.parameter_gradients:
+                assert self.total is not None
+                index = self.chunk.parameter_gradients.index(name)
+                gradients[name] = self._pick(self.total, index)
+                continue
+            val = self.parameters[name].meta["val"]
+            zeros = self.graph.call_function(
+                aten.zeros.default, (list(val.shape),), {"dtype": val.dtype}
+            )
+            zeros.meta = {"val": val}
+            gradients[name] = zeros
         return gradients
 
     def _buckets(self, names: list[str], gradients: dict[str, fx.Node]) -> list[list[str]]:

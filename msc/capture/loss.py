@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,7 @@ from msc.ir.errors import CaptureError
 
 LossFunction = Callable[[Any], torch.Tensor]
 
-_PASS_LOSS_FN = (
-    "Pass loss_fn, a function from the model's output to the loss, "
-    "for example loss_fn=lambda output: output[1]."
-)
+_PASS_LOSS_FN = "Pass loss_fn, a function from the model's output to the loss."
 
 
 class LossModule(nn.Module):
@@ -45,7 +42,9 @@ def find_loss(output: Any) -> Any:
     if isinstance(output, Mapping):
         loss = output.get("loss")
     elif isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
-        raise CaptureError(f"The model returned {_describe(output)}, not a loss. {_PASS_LOSS_FN}")
+        raise CaptureError(
+            f"The model returned {_describe(output)}, not a loss. {_PASS_LOSS_FN}{_example(output)}"
+        )
     else:
         loss = getattr(output, "loss", None)
     if loss is None:
@@ -70,11 +69,19 @@ def _checked(loss: Any) -> torch.Tensor:
     return loss
 
 
+def _example(output: Sequence[Any]) -> str:
+    """Which element is the loss, if one may be."""
+    for index, value in enumerate(output):
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 0:
+            return f" Element {index} may be it: loss_fn=lambda output: output[{index}]."
+    return ""
+
+
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a {value.dtype} tensor of shape {[str(length) for length in value.shape]}".replace(
-            "'", ""
-        )
+        # a length that depends on the batch is a symbol of the export, which means nothing outside
+        lengths = [str(n) if isinstance(n, int) else "batch" for n in value.shape]
+        return f"a {value.dtype} tensor of shape [{', '.join(lengths)}]"
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} with the keys {list(value)}"
     if isinstance(value, (tuple, list)):

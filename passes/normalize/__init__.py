@@ -8,6 +8,7 @@ from msc.ir.passes import GraphPass
 from msc.passes.normalize.dead_code import RemoveDeadCode
 from msc.passes.normalize.drop_no_ops import DropNoOps
 from msc.passes.normalize.identity_index import IdentityIndex
+from msc.passes.normalize.lift_constants import LiftConstants
 from msc.passes.normalize.raise_attention import RaiseAttention
 from msc.passes.normalize.raise_cross_entropy import RaiseCrossEntropy
 from msc.passes.normalize.raise_dropout import RaiseDropout
@@ -24,6 +25,7 @@ NORMALIZE: tuple[GraphPass, ...] = (
     RaiseCrossEntropy(),
     RaiseDropout(),  # after attention, which may leave dropout of its probabilities
     ReshapeViews(),
+    LiftConstants(),
     RemoveDeadCode(),
 )
 """The normalizing passes, in order."""

@@ -179,6 +179,10 @@ def test_a_used_parameter_without_a_gradient_is_refused() -> None:
     w, x = build.parameter("layers.0.weight", 8, 8), build.parameter("x", 4, 8)
     lost = build.call(ATEN.detach.default, w)
     gm = build.done(build.linear(x, lost))
+    assert differentiated(gm).gradients == (1,)  # detached on purpose
+    for node in gm.graph.nodes:
+        if node.target is ATEN.detach.default:
+            node.meta["differentiable"] = True  # as an op says that should have a gradient
     with pytest.raises(VerifyError) as error:
         differentiated(gm)
     assert str(error.value) == (

@@ -1,0 +1,91 @@
+"""Models that once gave a wrong number or an internal error, kept small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+import msc
+
+
+class TwoTiedWeights(nn.Module):
+    """Stages read the two in different orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.shared = nn.Parameter(torch.randn(8, 16))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x) @ self.shared.T @ self.shared
+        logits = x @ self.embed.weight.T
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class DetachedOnAnotherStage(nn.Module):
+    """The last stage holds a weight of the first, but has no gradient for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.weight
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x @ self.weight.detach()).pow(2).mean()
+
+
+class SummedLosses(nn.Module):
+    """Python's `sum` starts with 0; a number is added as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embed(tokens)).flatten(0, 1)
+        losses = [functional.cross_entropy(logits, labels.flatten()) for _ in range(2)]
+        return sum(losses) + 0.5  # type: ignore[return-value]
+
+
+def _ids(*shape: int) -> Tensor:
+    return torch.randint(32, shape)
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=4", "pp=2,dp=2,tp=2"])
+def test_two_tied_weights(mesh: str) -> None:
+    torch.manual_seed(0)
+    batch = (_ids(4, 8), _ids(4, 8))
+    report = msc.verify(TwoTiedWeights(), batch, mesh=mesh, dtype=torch.float64)
+    assert report.ok, report.first_difference
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,tp=2"])
+def test_a_tied_weight_without_gradient_on_one_stage_stays_equal(mesh: str) -> None:
+    torch.manual_seed(0)
+    model, batch = DetachedOnAnotherStage().double(), (torch.randn(4, 16).double(),)
+    program = msc.compile(model, batch, mesh=mesh, optimizer=msc.AdamW(lr=0.1))
+    result = program.run_virtual(batch)
+    copies = [s.parameters["weight"] for s in result.state if "weight" in s.parameters]
+    assert len(copies) == program.mesh.size
+    assert all(torch.equal(copies[0], copy) or program.mesh.axis_size("tp") > 1 for copy in copies)
+    assert msc.verify(model, batch, mesh=mesh).ok
+
+
+def test_numbers_added_to_a_loss_leave_it_separable() -> None:
+    torch.manual_seed(0)
+    labels = _ids(4, 8)
+    labels[0, :5] = -100
+    model, batch = SummedLosses().double(), (_ids(4, 8), labels)
+    program = msc.compile(model, batch, mesh="dp=2", microbatches=2)
+    assert program.report.notes == ()
+    loss = program.run_virtual(batch).loss
+    assert float(loss) == pytest.approx(float(model(*batch)), rel=1e-14)
