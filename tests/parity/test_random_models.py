@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 import msc
 from msc.testing import TransformerConfig
 from msc.verification import Reference, VerifyReport
+from tests.parity.captures import capture_once as capture_once
 from tests.parity.errors import check_sharded, step_errors
+
+pytestmark = pytest.mark.usefixtures("capture_once")
 
 SLOW = settings(
     deadline=None,
@@ -30,7 +34,7 @@ def samples_for(mesh: msc.Mesh, microbatches: int) -> int:
     return mesh.axis_size("dp") * microbatches
 
 
-@settings(SLOW, max_examples=30)
+@settings(SLOW, max_examples=20)
 @given(
     config=msc.testing.transformer_configs(dropout=True),
     drawn=msc.testing.meshes(max_ranks=8),
@@ -58,7 +62,7 @@ def test_any_sizes(
         assert f"tp={tp} does not split it evenly" in line
 
 
-@settings(SLOW, max_examples=12)
+@settings(SLOW, max_examples=10)
 @given(
     config=msc.testing.transformer_configs(divisible=True),
     drawn=msc.testing.meshes(max_ranks=8, tp=4),

@@ -88,4 +88,4 @@ def test_numbers_added_to_a_loss_leave_it_separable() -> None:
     program = msc.compile(model, batch, mesh="dp=2", microbatches=2)
     assert program.report.notes == ()
     loss = program.run_virtual(batch).loss
-    assert float(loss) == pytest.approx(float(model(*batch)), rel=1e-14)
+    assert float(loss) == pytest.approx(model(*batch).item(), rel=1e-14)

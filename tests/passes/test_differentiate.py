@@ -184,7 +184,7 @@ def test_a_used_parameter_without_a_gradient_is_refused() -> None:
         if node.target is ATEN.detach.default:
             node.meta["differentiable"] = True  # as an op says that should have a gradient
     with pytest.raises(VerifyError) as error:
-        differentiated(gm)
+        differentiate(gm, gm.meta["fake_mode"])
     assert str(error.value) == (
         'differentiate: parameter "layers.0.weight" is used and trainable, but its block has no '
         "gradient for it. An op on its way to the loss has lost its gradient."
