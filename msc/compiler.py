@@ -235,11 +235,13 @@ def _parameters(captured: Captured, unit: Compilation) -> dict[str, ParameterLay
 def _check_memory(program: Program, memory: int | None) -> None:
     if memory is None:
         return
+    if not isinstance(memory, (int, float)) or isinstance(memory, bool) or memory <= 0:
+        raise PlanError(f"memory is {memory!r}; it is a positive number of bytes per rank.")
     needed = program.memory_bytes()
     worst = max(range(len(needed)), key=needed.__getitem__)
     if needed[worst] > memory:
         raise PlanError(
-            f"Pipeline stage {worst} needs {needed[worst] / 2**20:.1f} MiB per rank (parameters, "
-            f"gradients, optimizer state and saved activations), but memory is "
-            f"{memory / 2**20:.1f} MiB. Use more tp or pp ranks, or more micro-batches."
+            f"Pipeline stage {worst} needs {needed[worst]:,} bytes per rank (parameters, "
+            f"gradients, optimizer state and saved activations), but memory is {memory:,}. "
+            "Use more tp or pp ranks, or more micro-batches."
         )

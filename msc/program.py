@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
+from msc.capture.captured import has_values
 from msc.ir.errors import InputError, UserError
 from msc.ir.inline import inline
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
@@ -92,7 +93,7 @@ class Program:
 
     def stage_of(self, rank: int) -> int:
         """The pipeline stage of a rank: ranks of one stage run the same graph."""
-        if not 0 <= rank < self.mesh.size:
+        if not isinstance(rank, int) or not 0 <= rank < self.mesh.size:
             raise UserError(
                 f"Rank {rank} is not in the mesh {self.mesh}, which has ranks 0 to "
                 f"{self.mesh.size - 1}."
@@ -154,7 +155,14 @@ class Program:
 
     def flatten(self, batch: Any) -> list[Tensor]:
         """The tensors of a global batch; `InputError` if it is not what was compiled."""
-        return self.cast(self.input_spec.flatten(batch))
+        tensors = self.input_spec.flatten(batch)
+        for layout, tensor in zip(self.inputs, tensors, strict=True):
+            if not has_values(tensor):
+                raise InputError(
+                    f"Input '{layout.name}' has no values (a meta or fake tensor). Such a batch is "
+                    "enough to compile for; to run, pass real tensors."
+                )
+        return self.cast(tensors)
 
     def cast(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Floating tensors in the program's precision."""

@@ -63,13 +63,13 @@ class BuildChunks(UnitPass):
 
 
 def _check_layers(unit: Compilation, stages: int) -> None:
-    instances = unit.structure.instances
-    layers = sum(layer_of(instance.path) is not None for instance in instances) or len(instances)
-    if stages > layers:
+    paths = [instance.path for instance in unit.structure.instances]
+    layers = [path for path in paths if layer_of(path) is not None] or paths
+    if stages > len(layers):
+        names = ", ".join(path or "the model" for path in layers[:8])
         raise PlanError(
-            f"The mesh has {stages} pipeline stages (pp={stages}), but the model has only {layers} "
-            f"layers to put on them ({', '.join(i.path or 'the model' for i in instances[:8])}). "
-            f"Use pp={layers} or less."
+            f"The mesh has {stages} pipeline stages (pp={stages}), but the model has only "
+            f"{len(layers)} layers to put on them ({names}). Use pp={len(layers)} or less."
         )
 
 

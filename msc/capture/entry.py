@@ -17,6 +17,7 @@ from msc.capture.export import export_loss
 from msc.capture.fake_module import fake_like, fake_tensors
 from msc.capture.inputs import InputSpec, describe_inputs
 from msc.capture.loss import LossFunction, LossModule
+from msc.capture.refusals import check_model
 from msc.capture.sizes import Sizes, symbol_of
 from msc.ir.errors import CaptureError
 from msc.ir.torch_private import FakeTensorMode, is_persistent
@@ -46,6 +47,7 @@ def capture(
     `CaptureError` for what cannot be one graph, naming the user's line.
     """
     _refuse_autocast()
+    check_model(model, loss_fn)
     spec, tensors, batch = describe_inputs(model, inputs, batch_dims)
     names = _parameter_names(model)
     mode = FakeTensorMode()

@@ -15,6 +15,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils.checkpoint import CheckpointFunction
 
 from msc.capture.loss import LossModule
+from msc.capture.refusals import refuse_tensor_hooks
 from msc.capture.source import line_of_caller, line_of_exception
 from msc.ir.errors import CaptureError
 from msc.ir.torch_private import observe_autograd_functions
@@ -63,6 +64,7 @@ def _export(
     with (
         _quiet(),
         observe_autograd_functions(_refuse),
+        refuse_tensor_hooks(),
         _inline_checkpoints(),
         torch.enable_grad(),
         warnings.catch_warnings(),

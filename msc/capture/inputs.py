@@ -86,6 +86,11 @@ def describe_inputs(
     tensors = [(name, v) for name, (_, v) in zip(names, keyed, strict=True) if _is_tensor(v)]
     if not tensors:
         raise CaptureError("The example batch has no tensor. Pass the inputs of one training step.")
+    if batch_dims is not None and not isinstance(batch_dims, Mapping):
+        raise CaptureError(
+            f"batch_dims is a {type(batch_dims).__name__}; it maps names of inputs to dims, for "
+            "example {'mask': 1, 'table': None}."
+        )
     dims = _batch_dims(tensors, dict(batch_dims or {}))
     sizes = {name: tensor.shape[dim] for name, tensor in tensors if (dim := dims[name]) is not None}
     if len(set(sizes.values())) > 1:

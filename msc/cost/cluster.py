@@ -43,6 +43,10 @@ class Cluster:
             return source
         if isinstance(source, Mapping):
             values = dict(source)
+        elif not isinstance(source, (str, Path)):
+            raise PlanError(
+                f"cluster is a {type(source).__name__}; it is an msc.Cluster, a mapping or a file."
+            )
         else:
             try:
                 values = json.loads(Path(source).read_text())

@@ -21,6 +21,10 @@ class AdamW:
     weight_decay: float = 1e-2
 
     def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise PlanError(f"AdamW: {name} is {value!r}; it is a number.")
         if not self.lr >= 0:
             raise PlanError(f"AdamW: lr is {self.lr!r}; it must be at least 0.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

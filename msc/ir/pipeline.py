@@ -56,6 +56,11 @@ class Pipeline:
 
     def with_user_passes(self, passes: Mapping[str, Pass | Sequence[Pass]]) -> Pipeline:
         """The pipeline with a user's passes at `"before:<name>"` and `"after:<name>"`."""
+        if not isinstance(passes, Mapping):
+            raise UserError(
+                f"passes is a {type(passes).__name__}; it maps places to passes, for example "
+                "{'after:cut': MyPass()}."
+            )
         added: dict[str, tuple[Pass, ...]] = {}
         for place, given in passes.items():
             side, colon, name = place.partition(":")
@@ -65,6 +70,11 @@ class Pipeline:
                     f"'after:<name>', where the names are {', '.join(self.names)}."
                 )
             self._require_known([name], f"a pass is to run at '{place}'")
+            if not isinstance(given, (Pass, list, tuple)):
+                raise UserError(
+                    f"At '{place}' stands a {type(given).__name__}; a pass is an instance of a "
+                    "subclass of msc.GraphPass or msc.UnitPass."
+                )
             added[place] = (given,) if isinstance(given, Pass) else tuple(given)
         result: list[Pass] = []
         for each in self.passes:

@@ -212,6 +212,16 @@ def schema_arguments(op: OpOverload) -> tuple[Argument, ...]:
     return tuple(Argument(a.name, str(a.type), a.default_value) for a in op._schema.arguments)
 
 
+def gradient_hooks(owner: nn.Module | torch.Tensor) -> bool:
+    """Whether hooks on gradients are registered on a module or a tensor."""
+    names = (
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_post_accumulate_grad_hooks",
+    )
+    return any(getattr(owner, name, None) for name in names)
+
+
 def may_alias(op: OpOverload) -> bool:
     """Whether a result of an op may share the memory of an operand that it does not write to."""
     return any(

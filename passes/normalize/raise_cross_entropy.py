@@ -80,7 +80,19 @@ def _with_classes(emit: Emitter, args: dict[str, Any], likelihood: bool) -> fx.N
         else:
             terms = _smoothed_weighted(emit, scores, terms, per_row, weight, valid, smoothing)
     terms = emit(aten.where.ScalarOther, valid, terms, 0.0)
+    terms = _mark_impossible(emit, terms, target, valid, shape_of(scores)[-1])
     return _reduce(emit, terms, counted, args["reduction"])
+
+
+def _mark_impossible(
+    emit: Emitter, terms: fx.Node, target: fx.Node, valid: fx.Node, num_classes: int
+) -> fx.Node:
+    """Make the loss NaN where a label that counts is no class, for which torch raises."""
+    below = emit(aten.lt.Scalar, target, 0)
+    above = emit(aten.ge.Scalar, target, num_classes)
+    outside = emit(aten.bitwise_or.Tensor, below, above)
+    impossible = emit(aten.bitwise_and.Tensor, outside, valid)
+    return emit(aten.masked_fill.Scalar, terms, impossible, float("nan"), shape=shape_of(terms))
 
 
 def _cross_entropy(

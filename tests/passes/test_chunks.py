@@ -62,7 +62,7 @@ def test_more_stages_than_layers_are_refused() -> None:
         through("build-chunks", compilation(layers(2), "pp=4"))
     assert str(error.value) == (
         "The mesh has 4 pipeline stages (pp=4), but the model has only 2 layers to put on them "
-        "(layers.0, layers.1, head). Use pp=2 or less."
+        "(layers.0, layers.1). Use pp=2 or less."
     )
 
 
