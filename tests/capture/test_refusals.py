@@ -46,7 +46,7 @@ BATCH = (torch.zeros(4, 4),)
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Hooked(), "tensor.register_hook is called at test_refusals.py"),
+        (Hooked(), "tensor.register_hook is called at "),
         (_on_a_parameter(), "Parameter 'linear.weight' has a hook on its gradients"),
         (_on_a_module(), "Module 'linear' has a hook on its gradients"),
         (None, "The model is a NoneType"),
