@@ -196,16 +196,20 @@ def main() -> int:
     parser.add_argument("--skip", nargs="+", default=[], help="candidates, such as 'msc inductor'")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON and PNG")
     options = parser.parse_args()
+    load = [os.getloadavg()[0]]
     results = [
         result
         for ranks, groups in ((1, [ALONE]), (2, [g for g in GROUPS if g != ALONE]))
         if (chosen := [group for group in groups if group in options.groups])
         for result in _run(ranks, options.models, chosen, options.rounds, options.skip)
     ]
+    load.append(os.getloadavg()[0])
     print(table(results))
+    print(f"\nload average of the machine before and after: {load[0]:.1f}, {load[1]:.1f}")
     options.out.mkdir(parents=True, exist_ok=True)
     facts = {
         "hardware": hardware(),
+        "load_average": load,
         "ranks": 2,
         "threads_per_rank": 1,
         "dtype": "float32",
