@@ -75,9 +75,10 @@ def _refuse_other_random(gm: fx.GraphModule) -> None:
             torch.Tag.nondeterministic_seeded in node.target.tags
         ):
             raise CaptureError(
-                f"{node.target} at {where(node)} draws random numbers. Of random ops, only dropout "
-                "gives the same numbers however the program is sharded: use torch.nn.Dropout, or "
-                "pass the random numbers as an input."
+                f"{node.target} at {where(node)} draws random numbers, or may (a recurrent layer "
+                "has dropout of its own). Of random ops, only dropout gives the same numbers "
+                "however the program is sharded: use torch.nn.Dropout and plain ops, or pass the "
+                "random numbers as an input."
             )
 
 
