@@ -111,6 +111,10 @@ def main() -> int:
         if size > 1 and not under_torchrun():
             return launch(sys.argv, size)
         train(args)
+    except msc.UserError as error:
+        if os.environ.get("RANK", "0") == "0":  # the same on every rank: say it once
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     except msc.MSCError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

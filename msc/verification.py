@@ -17,7 +17,9 @@ from msc.ir.errors import UserError
 from msc.passes.normalize import NORMALIZE
 from msc.program import Program
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_FLOOR = 1e-6
+_HALF_FLOOR = 0.05  # below that a gradient in bfloat16 is rounding of larger ones
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def verify(
 
     The reference is the single-device captured graph with the same rewrites; that graph before
     rewrites is compared with the module itself, unless it draws random numbers. `dtype`
-    converts model and inputs; with float64, explicit casts to float32 inside the model become
+    converts model and inputs; in half types gradients smaller than 5% of the largest are measured
+    against that, since they are rounding of larger ones; with float64, explicit casts to float32 inside the model become
     float64 on both sides, so that the comparison is exact.
     """
     if dtype is not None:
@@ -75,10 +78,14 @@ def verify(
     loss, grads = reference.run(inputs, seed=seed)
     scale = largest(grads.values())
     names = [n for n, layout in program.parameters.items() if layout.trainable]
-    grad_errors = {n: relative_error(result.grads.get(n), grads.get(n), scale) for n in names}
+    dtypes = {loss.dtype, *(program.dtype_of(program.parameters[name]) for name in names)}
+    tolerance = max(TOLERANCE.get(dtype, 1e-5) for dtype in dtypes)
+    floor = _HALF_FLOOR if tolerance > TOLERANCE[torch.float32] else _FLOOR
+    grad_errors = {
+        n: relative_error(result.grads.get(n), grads.get(n), scale, floor) for n in names
+    }
     loss_error = relative_error(result.loss, loss, scale)
     eager = eager_errors(model, inputs, options.get("loss_fn"), options.get("batch_dims"))
-    tolerance = TOLERANCE.get(loss.dtype, 1e-5)
     first = _first_difference(program, loss_error, grad_errors, eager, tolerance)
     return VerifyReport(
         ok=not first,
@@ -95,8 +102,10 @@ def verify(
     )
 
 
-def relative_error(value: Tensor | None, reference: Tensor | None, scale: float) -> float:
-    """max|value - reference| / max(max|reference|, 1e-6 * scale).
+def relative_error(
+    value: Tensor | None, reference: Tensor | None, scale: float, floor: float = _FLOOR
+) -> float:
+    """max|value - reference| / max(max|reference|, floor * scale).
 
     Both absent is 0; absent on one side, or NaN on one side only, is infinite. Values that are NaN
     or infinite alike on both sides agree.
@@ -115,7 +124,7 @@ def relative_error(value: Tensor | None, reference: Tensor | None, scale: float)
         return 0.0
     difference = torch.where(same, 0.0, (value - reference).abs())
     finite = reference[reference.isfinite()]
-    base = max(float(finite.abs().max()) if finite.numel() else 0.0, 1e-6 * scale)
+    base = max(float(finite.abs().max()) if finite.numel() else 0.0, floor * scale)
     error = float(difference.max()) / base if base else float("inf")
     return error if error == error else float("inf")
 
