@@ -62,7 +62,7 @@ def compile(
         memory: bytes per rank that parameters, gradients, optimizer state and activations may take.
         precision: "float32", "float64" or "bfloat16": the dtype of parameters and floating inputs;
             None keeps the model's own.
-        passes: `{"after:cut": MyPass()}`: the user's own passes, with their place in the pipeline.
+        passes: `{"before:cut": MyPass()}`: the user's own passes, with their place in the pipeline.
         batch_dims: input name -> batch dim or None, where dim 0 of equal length is not it.
         backend: "aten", or "inductor" to compile the chunk graphs with torch's Inductor.
 

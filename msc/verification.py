@@ -65,8 +65,8 @@ def verify(
     The reference is the single-device captured graph with the same rewrites; that graph before
     rewrites is compared with the module itself, unless it draws random numbers. `dtype`
     converts model and inputs; in half types gradients smaller than 5% of the largest are measured
-    against that, since they are rounding of larger ones; with float64, explicit casts to float32 inside the model become
-    float64 on both sides, so that the comparison is exact.
+    against that, since they are rounding of larger ones; with float64, explicit casts to float32
+    inside the model become float64 on both sides, so that the comparison is exact.
     """
     if dtype is not None:
         if options.get("precision") is not None:

@@ -23,6 +23,7 @@ class BuildChunks(UnitPass):
 
     name: ClassVar[str] = "build-chunks"
     numerics: ClassVar[str] = BIT_EXACT
+    essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
         stages = unit.settings.mesh.axis_size("pp")

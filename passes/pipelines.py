@@ -27,6 +27,7 @@ class Cut(UnitPass):
 
     name: ClassVar[str] = "cut"
     numerics: ClassVar[str] = BIT_EXACT
+    essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
         unit.structure = cut(unit.graphs["forward"])
@@ -40,6 +41,7 @@ class Differentiate(UnitPass):
 
     name: ClassVar[str] = "differentiate"
     numerics: ClassVar[str] = BIT_EXACT
+    essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
         unit.graphs = {}
@@ -66,6 +68,7 @@ class BuildRankGraphs(UnitPass):
 
     name: ClassVar[str] = "build-rank-graphs"
     numerics: ClassVar[str] = "the sum over micro-batches runs in the schedule's order"
+    essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
         stages = unit.settings.mesh.axis_size("pp")

@@ -28,6 +28,7 @@ class Place(UnitPass):
 
     name: ClassVar[str] = "place"
     numerics: ClassVar[str] = BIT_EXACT
+    essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
         before = unit.texts()

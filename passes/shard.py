@@ -27,6 +27,7 @@ class Shard(UnitPass):
 
     name: ClassVar[str] = "shard"
     numerics: ClassVar[str] = "sums over sharded factors change their order"
+    essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
         before = unit.texts()

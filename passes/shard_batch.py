@@ -36,6 +36,7 @@ class ShardBatch(UnitPass):
 
     name: ClassVar[str] = "shard-batch"
     numerics: ClassVar[str] = "sums over samples change their order"
+    essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
         before = unit.texts()

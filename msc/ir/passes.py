@@ -61,6 +61,7 @@ class Pass(ABC):
 
     name: a few words with hyphens, unique in a pipeline.
     numerics: `BIT_EXACT`, or a sentence that says what changes, why, and how much.
+    essential: whether later passes need what it makes, so that it cannot be skipped.
     requires: checks that an earlier pass must ensure.
     ensures: checks of each graph in `applies_to` that hold after this pass and from then on.
     unit_ensures: the same for checks of the whole unit.
@@ -68,6 +69,7 @@ class Pass(ABC):
 
     name: ClassVar[str] = ""
     numerics: ClassVar[str] = ""
+    essential: ClassVar[bool] = False
     requires: ClassVar[tuple[Check | UnitCheck, ...]] = ()
     ensures: ClassVar[tuple[Check, ...]] = ()
     unit_ensures: ClassVar[tuple[UnitCheck, ...]] = ()

@@ -59,7 +59,7 @@ class Pipeline:
         if not isinstance(passes, Mapping):
             raise UserError(
                 f"passes is a {type(passes).__name__}; it maps places to passes, for example "
-                "{'after:cut': MyPass()}."
+                "{'before:cut': MyPass()}."
             )
         added: dict[str, tuple[Pass, ...]] = {}
         for place, given in passes.items():
@@ -85,6 +85,12 @@ class Pipeline:
     def select(self, stop_after: str | None = None, skip: Sequence[str] = ()) -> Pipeline:
         """The pipeline up to and with `stop_after`, without the passes that `skip` names."""
         self._require_known(skip, f"{flags.SKIP.name} or skip= names it")
+        for each in self.passes:
+            if each.essential and each.name in skip:
+                raise UserError(
+                    f"Pass '{each.name}' cannot be left out ({flags.SKIP.name} or skip= names it): "
+                    "later passes need what it makes."
+                )
         chosen = self.passes
         if stop_after is not None:
             self._require_known([stop_after], f"{flags.STOP_AFTER.name} or stop_after= names it")

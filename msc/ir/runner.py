@@ -89,6 +89,12 @@ class _Run:
             for name, gm in graphs.items()
             if this.applies_to(name)
         }
+        if not reported:
+            raise UserError(
+                f"{where}: the pass applies to none of the graphs that there are at this place: "
+                f"{', '.join(graphs)}. Put it elsewhere, such as 'before:cut', or say in "
+                "applies_to(name) which graphs it rewrites."
+            )
         if list(unit.graphs.items()) != list(graphs.items()):
             raise VerifyError(
                 f"{where}, added, removed or replaced graphs of the unit. A GraphPass rewrites the "

@@ -493,10 +493,27 @@ block.1
     }
 
 
+def test_a_pass_that_applies_to_no_graph_is_refused() -> None:
+    with pytest.raises(UserError) as error:
+        Pipeline([Reports()]).run(Unit({"block.0": chain(aten.neg.default)}))
+    assert "the pass applies to none of the graphs" in str(error.value)
+    assert "block.0. Put it elsewhere, such as 'before:cut'" in str(error.value)
+
+
+def test_an_essential_pass_cannot_be_skipped() -> None:
+    class Needed(Reports):
+        name: ClassVar[str] = "needed"
+        essential: ClassVar[bool] = True
+
+    with pytest.raises(UserError) as error:
+        Pipeline([Needed()]).run(forward(aten.neg.default), skip=["needed"])
+    assert "Pass 'needed' cannot be left out" in str(error.value)
+
+
 def test_equal_graphs_share_one_copy(tmp_path: Path) -> None:
     graphs = {f"rank.{rank}": chain(aten.neg.default) for rank in range(3)}
     graphs["rank.1"] = chain()
-    Pipeline([Reports()]).run(Unit(graphs), dump=tmp_path)
+    Pipeline([]).run(Unit(graphs), dump=tmp_path)
     text = (tmp_path / "00_capture.txt").read_text()
     headings = [line for line in text.splitlines() if line and not line.startswith(" ")]
     assert headings == ["rank.0, rank.2", "rank.1"]
