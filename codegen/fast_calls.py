@@ -33,7 +33,9 @@ FAST_CALLS: dict[Any, Callable[..., Any]] = {
     _aten.cat.default: torch.cat,
     _aten.sum.dim_IntList: torch.sum,
     _aten.mean.dim: torch.mean,
-    _aten.view.default: torch.Tensor.view,
+    # traced on the strides of fake tensors, which those of a real kernel need not be: a reshape is
+    # a view wherever there can be one
+    _aten.view.default: torch.reshape,
     _aten.expand.default: torch.Tensor.expand,
     _aten.permute.default: torch.permute,
     _aten.transpose.int: torch.transpose,

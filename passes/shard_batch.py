@@ -26,7 +26,7 @@ from msc.ir.values import operand_nodes
 from msc.passes.compilation import Compilation
 from msc.passes.cut import copy_subgraph
 from msc.passes.sharding.axes import parts
-from msc.passes.sharding.batch import BatchPlan, propagate_batch
+from msc.passes.sharding.batch import BatchPlan, NotSeparableError, propagate_batch
 from msc.passes.sharding.calls import Value, operands_of, value_of
 
 
@@ -262,7 +262,10 @@ class _BatchSharder:
         )
         loss = self._source_state(self.structure.loss)
         assert not isinstance(loss.value, Shard), "a scalar loss cannot be sharded"
-        assert not isinstance(loss.value, Partial) or loss.value.op == "sum"
+        if self.over_time and isinstance(loss.value, Partial) and loss.value.op != "sum":
+            producer = self.structure.instances[self.structure.loss.instance]
+            node = output_nodes(self.structure.blocks[producer.block])[self.structure.loss.output]
+            raise NotSeparableError(node, "the loss is no sum over samples")
 
     def _prologue(self) -> None:
         live = {

@@ -89,3 +89,48 @@ def test_numbers_added_to_a_loss_leave_it_separable() -> None:
     assert program.report.notes == ()
     loss = program.run_virtual(batch).loss
     assert float(loss) == pytest.approx(model(*batch).item(), rel=1e-14)
+
+
+class WindowsOfOneSample(nn.Module):
+    """Its backward has a view of a value that is strided otherwise than it was traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        b, t, d = x.shape
+        x = self.layers[0](x.reshape(b * t, d)).view(b, t // 2, 2, d)
+        x = self.layers[1](x.permute(0, 2, 1, 3).reshape(b * 2, t // 2, d))
+        x = x.reshape(b, 2, t // 2, d).transpose(1, 2).reshape(b, t, d)
+        return functional.mse_loss(x, y)
+
+
+@pytest.mark.parametrize(("mesh", "samples"), [("", 1), ("dp=2", 2), ("tp=2", 1)])
+def test_views_of_one_sample(mesh: str, samples: int) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(samples, 8, 16), torch.randn(samples, 8, 16))
+    report = msc.verify(WindowsOfOneSample(), batch, mesh=mesh, dtype=torch.float64)
+    assert report.ok, report.first_difference
+
+
+class LogOfASum(nn.Module):
+    """A loss that is no sum over samples, but can be reduced over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.logsumexp(self.linear(x).flatten(), 0)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_that_is_a_logarithm_of_a_sum(microbatches: int) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 4),)
+    report = msc.verify(
+        LogOfASum(), batch, mesh="dp=2", microbatches=microbatches, dtype=torch.float64
+    )
+    assert report.ok, report.first_difference
+    assert bool(report.notes) == (microbatches > 1)
