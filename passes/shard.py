@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import fx
 
 from msc.ir.passes import UnitPass
-from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Partial, State, sharded
+from msc.ir.placement import PARTIAL, REPLICATED, VARYING, State, sharded
 from msc.ir.structure import output_nodes, placeholders
 from msc.passes.compilation import Compilation
 from msc.passes.sharding.batch import propagate_batch
@@ -138,8 +138,3 @@ def _record_values(unit: Compilation) -> None:
     for instance in unit.structure.instances:
         for index, node in enumerate(output_nodes(unit.local[instance.block].gm)):
             unit.value_meta[instance.index, index] = dict(node.meta)
-
-
-def is_partial(state: State) -> bool:
-    """Whether a parameter's gradient has to be reduced over the axis."""
-    return isinstance(state.grad, Partial)

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from msc.ir.placement import Placement, Replicate
+from msc.ir.placement import Placement
 
 DTYPE_NAMES = {
     torch.float64: "f64",
@@ -77,12 +77,6 @@ def describe(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(describe(item) or "none" for item in value) + ")"
     return ""
-
-
-def describe_placement(placement: dict[str, Placement]) -> str:
-    """`{dp:S0,tp:P}`; the empty string where every axis replicates."""
-    parts = [f"{axis}:{p}" for axis, p in placement.items() if p != Replicate()]
-    return "{" + ",".join(parts) + "}" if parts else ""
 
 
 def where(node: fx.Node) -> str:

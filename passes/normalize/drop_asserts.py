@@ -10,13 +10,8 @@ Numerics: kept bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
 import torch
 from torch import fx
-
-from msc.ir.passes import BIT_EXACT, GraphPass
 
 _ASSERTIONS = {
     torch.ops.aten._assert_async.default,
@@ -34,15 +29,3 @@ def drop_asserts(gm: fx.GraphModule) -> int:
     for node in found:
         gm.graph.erase_node(node)
     return len(found)
-
-
-@dataclass(frozen=True)
-class DropAsserts(GraphPass):
-    """`drop_asserts` as a pass."""
-
-    name: ClassVar[str] = "drop-asserts"
-    numerics: ClassVar[str] = BIT_EXACT
-
-    def run(self, gm: fx.GraphModule, unit: Any) -> int:
-        """Remove every assertion."""
-        return drop_asserts(gm)

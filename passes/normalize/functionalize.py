@@ -19,13 +19,12 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from msc.ir.errors import CaptureError
-from msc.ir.passes import BIT_EXACT, GraphPass
 from msc.ir.torch_private import OpOverload, is_mutable, may_alias
 from msc.ir.values import where
 from msc.passes.normalize.rewrite import Emitter, aten, named_arguments, shape_of
@@ -211,15 +210,3 @@ def _refusal(node: fx.Node, reason: str) -> CaptureError:
         f"The in-place op {node.target} at {where(node)} cannot be captured: {reason}. Write it "
         "out of place."
     )
-
-
-@dataclass(frozen=True)
-class Functionalize(GraphPass):
-    """`functionalize` as a pass."""
-
-    name: ClassVar[str] = "functionalize"
-    numerics: ClassVar[str] = BIT_EXACT
-
-    def run(self, gm: fx.GraphModule, unit: Any) -> int:
-        """Replace every in-place op."""
-        return functionalize(gm)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from msc.ir.placement import Partial, Segments, Shard, State
+from msc.ir.placement import Segments, Shard, State
 from msc.ir.structure import Structure, output_nodes
 from msc.ir.values import tensors_of
 from msc.passes.sharding.axes import Axis, local_runs
@@ -215,8 +215,3 @@ def value_differentiable(value: Value) -> bool:
         for user in node.users
         if user.op == "call_function" and len(user.args) == 2 and isinstance(user.args[1], int)
     )
-
-
-def is_reducible(state: State) -> bool:
-    """Whether a partial state can be turned into a replicated one that has a gradient."""
-    return isinstance(state.value, Partial) and state.value.op in ("sum", "logsumexp")
