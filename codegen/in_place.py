@@ -24,6 +24,7 @@ from torch import Tensor, fx
 
 from msc.ir.communication import STARTS, WAITS
 from msc.ir.ops.library import KERNELS
+from msc.ir.ops.linear import LINEAR_DGRAD, add_linear_dgrad_
 
 _aten = torch.ops.aten
 
@@ -64,6 +65,7 @@ _FORMS: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
     _aten.div.Tensor: (torch.Tensor.div_, (0,)),
     _aten.gelu_backward.default: (_over_gradient(_aten.gelu_backward.grad_input), (0,)),
     _aten.silu_backward.default: (_over_gradient(_aten.silu_backward.grad_input), (0,)),
+    LINEAR_DGRAD: (add_linear_dgrad_, (3,)),
 }
 """The form of an op that overwrites its first operand, and which operands may stand there."""
 
@@ -97,7 +99,7 @@ def in_place_calls(module: fx.GraphModule) -> dict[fx.Node, tuple[Callable[..., 
     for node in module.graph.nodes:
         function, candidates = _FORMS.get(node.target, (None, ()))
         for index in candidates:
-            if function is None or (index == 1 and node.kwargs):
+            if function is None or index >= len(node.args) or (index and node.kwargs):
                 continue
             if may_overwrite(node.args[index], node):
                 found[node] = (function, index)

@@ -111,6 +111,7 @@ def compile(
         backend=backend,
         report=report,
         source=captured,
+        pass_results=unit.dump,
     )
     _check_memory(program, memory)
     return program

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from msc.capture.captured import has_values
+from msc.ir.dump import Dump, make_folder
 from msc.ir.errors import InputError, UserError
 from msc.ir.inline import inline
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
@@ -72,6 +73,7 @@ class Program:
         report: CompileReport,
         source: Captured | Mapping[str, Tensor] | None,
         digests: Sequence[str] | None = None,
+        pass_results: Dump | None = None,
     ) -> None:
         self.mesh = mesh
         self.rank_graphs = rank_graphs
@@ -88,6 +90,7 @@ class Program:
         self.report = report
         self._source = source
         self._digests = digests
+        self._pass_results = pass_results
 
     # -- graphs
 
@@ -114,13 +117,13 @@ class Program:
         }
 
     def dump(self, folder: str | Path) -> None:
-        """Write the rank graph and the flat graphs of every rank as text; equal ranks share a file.
+        """Write the graphs of every rank and the result of every pass as text.
 
-        `index.txt` says which file is whose. For the result of every pass, set `MSC_DUMP=folder`
-        when compiling.
+        `index.txt` says which file is whose; equal ranks share one. `passes/` has the whole program
+        after each pass that changed it; a program that was loaded has its graphs only.
         """
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         lines = [f"program on mesh {self.mesh}", ""]
         for stage, graph in enumerate(self.rank_graphs):
             first = next(r for r in range(self.mesh.size) if self.stage_of(r) == stage)
@@ -131,6 +134,9 @@ class Program:
             lines.append(
                 f"{self._ranks_of(stage)}: " + ", ".join(f"stage{stage}.{n}.txt" for n in texts)
             )
+        if self._pass_results is not None:
+            self._pass_results.write(path / "passes")
+            lines.append("the program after each pass: passes/index.txt")
         (path / "index.txt").write_text("\n".join(lines) + "\n")
 
     def _ranks_of(self, stage: int) -> str:

@@ -177,6 +177,7 @@ def _fallbacks(unit: Compilation) -> list[str]:
 
 
 _INSTEAD = {0: "samples", 2: "query positions"}
+_SOFTMAX = {torch.ops.aten.softmax.int, torch.ops.aten._softmax.default}
 
 
 def _head_notes(unit: Compilation) -> list[str]:
@@ -186,18 +187,29 @@ def _head_notes(unit: Compilation) -> list[str]:
     size = unit.settings.mesh.axis_size("tp")
     found: dict[str, None] = {}
     for gm in unit.structure.blocks.values():
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.msc.attention.default):
-            placement = unit.placed.strategies[node].results[0].value
-            query, key = (tensors_of(operand)[0] for operand in operand_nodes(node)[:2])
-            if not isinstance(placement, Shard) or key.shape[1] % size == 0:
+        for node in gm.graph.nodes:
+            heads = _heads(node) if is_call(node) else None
+            if heads is None or all(number % size == 0 for number in heads):
                 continue
-            if placement.dim in _INSTEAD:
+            placement = unit.placed.strategies[node].results[0].value
+            if isinstance(placement, Shard) and placement.dim in _INSTEAD:
+                listed = f"{heads[0]} heads" + (f" ({heads[1]} of keys)" if heads[1:] else "")
                 found[
                     f"{node.meta.get('module_path') or node.name}: tp={size} does not split the "
-                    f"{query.shape[1]} heads ({key.shape[1]} of keys) evenly; each rank attends "
-                    f"for its part of the {_INSTEAD[placement.dim]} instead"
+                    f"{listed} evenly; each rank attends for its part of the "
+                    f"{_INSTEAD[placement.dim]} instead"
                 ] = None
     return list(found)
+
+
+def _heads(node: fx.Node) -> tuple[int, ...] | None:
+    """Heads of queries and keys, or of scores `[batch, heads, queries, keys]`; None if neither."""
+    if node.target is torch.ops.msc.attention.default:
+        query, key = (tensors_of(operand)[0] for operand in operand_nodes(node)[:2])
+        return query.shape[1], key.shape[1]
+    if node.target in _SOFTMAX and tensors_of(node)[0].dim() == 4:
+        return (tensors_of(node)[0].shape[1],)
+    return None
 
 
 def _collectives(gm: fx.GraphModule) -> dict[str, tuple[int, int]]:

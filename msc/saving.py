@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from msc.capture.inputs import InputInfo, InputSpec
+from msc.ir.dump import make_folder
 from msc.ir.encoding import Decoder, encode
 from msc.ir.errors import UserError
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
@@ -44,7 +45,7 @@ def save_program(program: Program, folder: str | Path) -> None:
     Raises `UserError` if the batch holds something that has no text.
     """
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     description = describe(program)
     (path / PROGRAM).unlink(missing_ok=True)
     for stage in range(len(program.rank_graphs)):

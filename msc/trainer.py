@@ -108,6 +108,7 @@ class Trainer:
         another rank does not answer.
         """
         self._check_open()
+        _check_steps(steps)
         if self.program.optimizer is None:
             raise PlanError(
                 "This program has no optimizer, so training would change nothing. Compile with "
@@ -134,6 +135,8 @@ class Trainer:
         they are. An object with `rows` has no end, so it needs `steps`.
         """
         self._check_open()
+        if steps is not None:
+            _check_steps(steps)
         batches = Batches(self.program, self.rank, data, self._job.device)
         if steps is None and batches.endless:
             raise InputError("Data with rows(step, indices) has no end: say how many steps.")
@@ -164,7 +167,10 @@ class Trainer:
             self._job.report(step, error)
             if is_lost_peer(error):
                 raise self._job.explain(step, error) from error
-            error.add_note(f"{self._job}, step {step}" + (f", {what}" if what else ""))
+            place = f"{self._job}, step {step}" + (f", {what}" if what else "")
+            if isinstance(error, InputError):
+                raise InputError(f"{place}: {error}") from error
+            error.add_note(place)
             raise
 
     # -- state
@@ -219,3 +225,8 @@ class Trainer:
     def _check_open(self) -> None:
         if not self._job.open:
             raise CommunicationError("This Trainer was closed: its process has left the job.")
+
+
+def _check_steps(steps: int) -> None:
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        raise InputError(f"steps is {steps!r}; it is a whole number of at least 0.")

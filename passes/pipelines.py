@@ -13,7 +13,9 @@ from msc.passes.compilation import Compilation
 from msc.passes.cut import cut
 from msc.passes.differentiate import differentiate
 from msc.passes.fuse_bias import FuseBias
+from msc.passes.fuse_sums import FuseSums
 from msc.passes.normalize import NORMALIZE
+from msc.passes.overlap import Overlap
 from msc.passes.place import Place
 from msc.passes.rank_graph import build_rank_graph
 from msc.passes.reduce_early import ReduceEarly
@@ -104,6 +106,8 @@ TRAIN = Pipeline(
         Shard(),
         FuseBias(),  # after sharding: a row-parallel bias stays behind its reduce-scatter
         Differentiate(),
+        FuseSums(),
+        Overlap(),  # after all that changes a block's work
         BuildChunks(),  # after differentiation: costs count the backward as it is
         BuildRankGraphs(),
         ReduceEarly(),  # before the proof, which speaks of the order that runs

@@ -289,7 +289,7 @@ def test_errors_of_compile_options(models: str, tmp_path: Path) -> None:
     assert f"Cluster file '{garbled}'" in error("compile", target, "--cluster", str(garbled))
     assert "Pipeline stage 0 needs" in error("compile", target, "--memory", "100")
     occupied = error("compile", target, "--dump", str(garbled))
-    assert f"The folder '{garbled}' cannot be written" in occupied
+    assert f"The folder '{garbled}' cannot be made" in occupied
 
 
 @pytest.mark.parametrize(

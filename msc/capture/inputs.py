@@ -51,13 +51,17 @@ class InputSpec:
         leaves = [next(supply) if isinstance(leaf, InputInfo) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.structure)
 
+    def _example(self) -> Any:
+        return pytree.tree_unflatten(self.leaves, self.structure)
+
     def flatten(self, batch: Any) -> list[torch.Tensor]:
         """The tensors of a batch; `InputError` if it differs from this description."""
         values, structure = pytree.tree_flatten(as_plain(batch, InputError))
         if structure != self.structure:
             raise InputError(
-                f"The batch has another structure than the one that was compiled: {structure} "
-                f"instead of {self.structure}. Pass the same inputs as in the example batch."
+                "The batch has another structure than the one that was compiled: "
+                f"{_outline(batch)} instead of {_outline(self._example())}. Pass the same inputs "
+                "as in the example batch."
             )
         tensors = []
         for name, leaf, value in zip(self.names, self.leaves, values, strict=True):
@@ -123,6 +127,16 @@ def as_plain(
     )
 
 
+def _outline(value: Any) -> str:
+    """The structure of a batch in one line: `(tensor, {'mask': tensor, 'labels': None})`."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k!r}: {_outline(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(map(_outline, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    return "tensor" if isinstance(value, (InputInfo, torch.Tensor)) else repr(value)
+
+
 def _batch_dims(
     tensors: Sequence[tuple[str, torch.Tensor]], given: dict[str, int | None]
 ) -> dict[str, int | None]:
@@ -134,6 +148,8 @@ def _batch_dims(
     length: int | None = None
     for name, tensor in tensors:
         dim = given.get(name, 0 if tensor.dim() else None)
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+            raise CaptureError(f"batch_dims['{name}'] is {dim!r}; it is a dim, or None.")
         if dim is not None and not -tensor.dim() <= dim < tensor.dim():
             raise CaptureError(f"batch_dims['{name}'] is {dim}; '{name}' has {tensor.dim()} dims.")
         dim = dim if dim is None else dim % tensor.dim()

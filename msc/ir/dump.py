@@ -1,8 +1,8 @@
-"""What a pipeline writes to the folder of `MSC_DUMP`, and its line per pass.
+"""What every pass of a pipeline made, as text: kept with the program, and written to `MSC_DUMP`.
 
     dump/00_capture.txt   dump/04_close-partials.txt   dump/index.txt
 
-Every pass that changed something writes the whole program, so that `diff` of two files is what the
+Every pass that changed something has the whole program, so that `diff` of two files is what the
 passes between them did. Graphs with equal text share one copy. The index lists all passes. No file
 holds a time, so that equal inputs give equal dumps.
 """
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import re
 import textwrap
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from msc.ir.errors import UserError
 from msc.ir.passes import Pass, PassRecord
 
 _INDEX = "index.txt"
@@ -21,40 +23,73 @@ _LISTED = re.compile(r"(\d\d+_[a-z0-9-]+\.txt)$", re.MULTILINE)
 
 
 class Dump:
-    """The files of one run in `folder`, which it makes; those of an earlier run are removed."""
+    """The program after each pass, compressed; also files in `folder`, if given, as passes run.
 
-    def __init__(self, folder: Path, passes: Sequence[Pass]) -> None:
-        self._folder = folder
+    The folder is made; files of an earlier dump in it are removed.
+    """
+
+    def __init__(self, passes: Sequence[Pass], folder: Path | None = None) -> None:
         self._passes = passes
-        folder.mkdir(parents=True, exist_ok=True)
-        index = folder / _INDEX
-        if index.exists():
-            for name in _LISTED.findall(index.read_text()):
-                (folder / name).unlink(missing_ok=True)
-        index.write_text("")
+        self._folder = folder
+        self._files: dict[str, bytes] = {}
+        self._lines: list[str] = []
+        if folder is not None:
+            _clear(folder)
 
     def start(self, texts: Mapping[str, str]) -> None:
-        """Write the program before the first pass."""
-        self._write("00_capture.txt", texts)
-        self._append(f"{place(0, self._passes)}  the program as captured   00_capture.txt")
+        """Note the program before the first pass."""
+        self._keep("00_capture.txt", program_text(texts))
+        self._list(f"{place(0, self._passes)}  the program as captured   00_capture.txt")
 
     def after(
         self, number: int, record: PassRecord, texts: Mapping[str, str], changed: bool
     ) -> None:
-        """Note pass `number`, counted from 1, and write the program if the pass changed it."""
+        """Note pass `number`, counted from 1, and the program if the pass changed it."""
         line = summary(number, self._passes, record)
         if changed:
             name = f"{number:02d}_{record.name}.txt"
-            self._write(name, texts)
+            self._keep(name, program_text(texts))
             line = f"{line}   {name}"
-        self._append(line)
+        self._list(line)
 
-    def _write(self, name: str, texts: Mapping[str, str]) -> None:
-        (self._folder / name).write_text(program_text(texts))
+    def write(self, folder: Path) -> None:
+        """Write all files to another folder."""
+        _clear(folder)
+        for name, packed in self._files.items():
+            (folder / name).write_bytes(zlib.decompress(packed))
+        (folder / _INDEX).write_text("".join(self._lines))
 
-    def _append(self, line: str) -> None:
-        with (self._folder / _INDEX).open("a") as file:
-            file.write(line + "\n")
+    def _keep(self, name: str, text: str) -> None:
+        data = text.encode()
+        self._files[name] = zlib.compress(data, 1)
+        if self._folder is not None:
+            (self._folder / name).write_bytes(data)
+
+    def _list(self, line: str) -> None:
+        self._lines.append(line + "\n")
+        if self._folder is not None:
+            (self._folder / _INDEX).write_text("".join(self._lines))
+
+
+def _clear(folder: Path) -> None:
+    """Make a folder for a dump, without the files of an earlier one."""
+    make_folder(folder)
+    index = folder / _INDEX
+    if index.exists():
+        for name in _LISTED.findall(index.read_text()):
+            (folder / name).unlink(missing_ok=True)
+        index.unlink()
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder to write to; `UserError` if that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"The folder '{folder}' cannot be made: {error.strerror}. Name a folder that does not "
+            "exist yet, or one that can be written to."
+        ) from error
 
 
 def program_text(texts: Mapping[str, str]) -> str:

@@ -10,12 +10,15 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import fx
 
 from msc.ir.printer import format_argument
 from msc.ir.verifier import Check, Violation
+
+if TYPE_CHECKING:
+    from msc.ir.dump import Dump
 
 BIT_EXACT = "kept bit for bit"
 """What a pass says under `numerics` if it changes no bit of any result."""
@@ -33,7 +36,9 @@ class PassRecord:
 
 
 class Unit:
-    """What a pipeline works on: named graphs ("forward", "block.0", "rank.0") and a log.
+    """What a pipeline works on: named graphs ("forward", "block.0", "rank.0"), and its records.
+
+    dump: the program after each pass of the last run.
 
     The front end subclasses it and adds what its passes share.
     """
@@ -44,6 +49,7 @@ class Unit:
     def __init__(self, graphs: Mapping[str, fx.GraphModule]) -> None:
         self.graphs = dict(graphs)
         self.log = []
+        self.dump: Dump | None = None
 
     @property
     def num_nodes(self) -> int:

@@ -29,9 +29,9 @@ from msc.ir.verifier import (
 _ALWAYS: tuple[Check, ...] = (well_formed, values_known, starts_are_waited)
 
 
-def run_passes(passes: Sequence[Pass], unit: Unit, dump: Path | None) -> None:
-    """Run `passes` on `unit`, append a record of each to `unit.log`, and write `dump` if given."""
-    run = _Run(passes, unit, dump)
+def run_passes(passes: Sequence[Pass], unit: Unit, folder: Path | None) -> None:
+    """Run `passes` on `unit`; note each in `unit.log` and `unit.dump`, in `folder` too if given."""
+    run = _Run(passes, unit, folder)
     for number in range(1, len(passes) + 1):
         run.step(number)
 
@@ -43,15 +43,14 @@ class _Run:
     there is nothing to gain from a fingerprint that would see less.
     """
 
-    def __init__(self, passes: Sequence[Pass], unit: Unit, dump: Path | None) -> None:
+    def __init__(self, passes: Sequence[Pass], unit: Unit, folder: Path | None) -> None:
         self._passes = passes
         self._unit = unit
         self._ensured: list[tuple[Check, Callable[[str], bool]]] = []
         self._unit_ensured: list[UnitCheck] = []
         self._texts = {name: format_graph(gm) for name, gm in unit.graphs.items()}
-        self._dump = None if dump is None else Dump(dump, passes)
-        if self._dump is not None:
-            self._dump.start(self._texts)
+        unit.dump = Dump(passes, folder)
+        unit.dump.start(self._texts)
         self._not_functional: set[str] = set()
         for name, gm in unit.graphs.items():
             verify(gm, _ALWAYS, f"capture, in graph '{name}'")
@@ -111,8 +110,8 @@ class _Run:
         }
 
     def _report(self, number: int, record: PassRecord, changed: bool) -> None:
-        if self._dump is not None:
-            self._dump.after(number, record, self._texts, changed)
+        assert self._unit.dump is not None
+        self._unit.dump.after(number, record, self._texts, changed)
         if flags.LOG.on:
             line = summary(number, self._passes, record)
             print(f"[msc] {line}   {1000 * record.cpu_seconds:.0f} ms", file=sys.stderr)

@@ -57,6 +57,11 @@ def assert_pass_parity(
     given. Raises `AssertionError` with the first value that differs, `VerifyError` if the pass
     breaks an invariant or miscounts its changes, `UserError` if the mesh does not fit the graph.
     """
+    if not isinstance(graph, fx.GraphModule):
+        raise UserError(
+            f"graph is a {type(graph).__name__}; pass a forward graph, such as "
+            "msc.testing.forward_graph(model, batch)."
+        )
     settings = _settings(graph, Mesh.parse(mesh), microbatches)
     place = f"after:{NORMALIZE[-1].name}"
     pipeline = TRAIN.with_user_passes({place: pass_})

@@ -30,7 +30,8 @@ def local_runs(
 ) -> list[int] | None:
     """Local lengths of the runs of `dim` that `axes[axis]` shards, after the axes before it.
 
-    None where an earlier axis splits the dim finer than this one: the runs are not contiguous.
+    None where an earlier axis splits the dim finer than this one, so that the runs are not
+    contiguous, or where what the earlier axes left does not split evenly.
     """
     placement = states[axis].value
     assert isinstance(placement, Shard)
@@ -42,11 +43,15 @@ def local_runs(
         if not isinstance(other.segments, int) or not isinstance(placement.segments, int):
             return None
         if len(runs) % (other.segments * axes[outer].size):
-            if other.segments != placement.segments or other.segments != 1:
+            if other.segments != placement.segments:
+                return None
+            if any(run % axes[outer].size for run in runs):
                 return None
             runs = [run // axes[outer].size for run in runs]
             continue
         runs = runs[: len(runs) // axes[outer].size]
+    if any(run % axes[axis].size for run in runs):
+        return None
     return [run // axes[axis].size for run in runs]
 
 

@@ -138,8 +138,6 @@ class _Finder:
                 continue
             before = values[value]
             dim = state.value.dim
-            if any(b.value == state.value for b in before):
-                return False  # the batch stays what dp and mb shard
             shape = tensors_of(value[0])[value[1]].shape
             runs = local_runs(shape[dim], len(before), (*before, state), self.axes, dim)
             if runs is None or 0 in runs:

@@ -9,6 +9,7 @@ borders, and tied parameters, are shared variables. Solved by HiGHS (scipy.optim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -42,18 +43,48 @@ class Placed:
     cost: float = 0.0
 
 
+@dataclass(frozen=True)
+class Payload:
+    """A value as the ranks of the axis move it.
+
+    nbytes: of the whole, for one micro-batch of one rank of dp; outer: by dim, the product of the
+    dims before it. Collectives move along the first dim: another one that has more than one row
+    before it is copied into place, in each direction.
+    """
+
+    nbytes: float
+    outer: tuple[float, ...]
+
+    @classmethod
+    def of(cls, value: Value, share: float) -> Payload:
+        """`share` is the part of the value that one micro-batch of one rank holds."""
+        tensor = tensors_of(value[0])[value[1]]
+        outer = tuple(math.prod(tensor.shape[:dim]) * share for dim in range(tensor.dim()))
+        return cls(nbytes(tensor) * share, outer)
+
+    def copied(self, state: State) -> bool:
+        """Whether moving the shards of `state` takes a copy beside the collective."""
+        return (
+            isinstance(state.value, Shard)
+            and state.value.dim < len(self.outer)
+            and (self.outer[state.value.dim] > 1 or state.value.segments != 1)
+        )
+
+
 def conversion_cost(
-    have: State, want: State, payload: float, size: int, gradient: bool, model: CostModel
+    have: State, want: State, payload: Payload, size: int, gradient: bool, model: CostModel
 ) -> float | None:
     """Cost of the collectives of both directions; None where there is no conversion."""
     if have == want or (not gradient and have.value == want.value):
         return 0.0
+    copies = sum(model.compute(0, 2 * payload.nbytes) for s in (have, want) if payload.copied(s))
 
     def price(kind: str, backward: str = "") -> float:
-        total = model.collective(kind, payload, size) if kind else 0.0
-        return total + (model.collective(backward, payload, size) if gradient and backward else 0.0)
+        steps = [kind] if kind else []
+        steps += [backward] if gradient and backward else []
+        return sum(model.collective(step, payload.nbytes, size) + copies for step in steps)
 
-    local = model.compute(0, payload)
+    local = model.compute(0, payload.nbytes)
     if isinstance(have.value, Shard):
         if want == VARYING:
             return price("all_gather", "reduce_scatter")
@@ -249,7 +280,7 @@ class _Program:
         """One reader of a value: what flows out of each state flows into what the reader wants."""
         gradient = value_differentiable(value)
         have = self.producers[value]
-        payload = nbytes(tensors_of(value[0])[value[1]]) * self.share(value)
+        payload = Payload.of(value, self.share(value))
         from_parameter = value[0].op == "placeholder" and value[0].meta["kind"] == "parameter"
         leaving: dict[State, list[int]] = {state: [] for state in have}
         arriving: dict[State, list[int]] = {state: [] for state in wanted}

@@ -114,6 +114,9 @@ def test_batch_dims() -> None:
         capture(model, batch, batch_dims={"z": 0})
     with pytest.raises(CaptureError, match="has 2 dims"):
         capture(model, batch, batch_dims={"table": 2})
+    for dim in ("0", True, 1.0):
+        with pytest.raises(CaptureError, match=r"batch_dims\['x'\] is .*; it is a dim, or None"):
+            capture(model, batch, batch_dims={"x": dim})  # type: ignore[dict-item]
     with pytest.raises(CaptureError, match="differ in the length"):
         capture(model, batch, batch_dims={"x": 0, "table": 0})
 

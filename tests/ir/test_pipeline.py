@@ -19,141 +19,26 @@ from msc.ir.errors import UserError, VerifyError
 from msc.ir.flags import FLAGS
 from msc.ir.pipeline import BIT_EXACT, GraphPass, Pass, Pipeline, Unit, UnitPass
 from msc.ir.printer import format_graph
-from msc.ir.torch_private import FakeTensorMode
-from msc.ir.verifier import Violation
-
-aten = torch.ops.aten
-MODE = FakeTensorMode()
+from tests.ir.simple_passes import (
+    BringBack,
+    DropNeg,
+    Lengthen,
+    NeedsNoNeg,
+    Replace,
+    Reports,
+    Split,
+    aten,
+    calls,
+    chain,
+    forward,
+    one_size,
+)
 
 
 @pytest.fixture(autouse=True)
 def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     for flag in FLAGS:
         monkeypatch.delenv(flag.name, raising=False)
-
-
-def fake() -> torch.Tensor:
-    with MODE:
-        return torch.empty(2)
-
-
-def chain(*targets: Any) -> fx.GraphModule:
-    """A graph that applies unary ops one after the other to a vector of 2."""
-    graph = fx.Graph()
-    node = graph.placeholder("x")
-    node.meta["val"] = fake()
-    for target in targets:
-        node = graph.call_function(target, (node,))
-        node.meta["val"] = fake()
-    graph.output((node,))
-    return fx.GraphModule(torch.nn.Module(), graph)
-
-
-def forward(*targets: Any) -> Unit:
-    return Unit({"forward": chain(*targets)})
-
-
-def calls(gm: fx.GraphModule, target: Any) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.target is target]
-
-
-def no_neg(gm: fx.GraphModule) -> Violation | None:
-    """Nothing is negated."""
-    return next((Violation(n, f"%{n.name} negates") for n in calls(gm, aten.neg.default)), None)
-
-
-def one_size(unit: Unit) -> Violation | None:
-    """All graphs have the same number of nodes."""
-    sizes = {len(gm.graph.nodes) for gm in unit.graphs.values()}
-    return Violation(None, f"graphs of {sorted(sizes)} nodes") if len(sizes) > 1 else None
-
-
-@dataclass(frozen=True)
-class Replace(GraphPass):
-    """Replaces one op by another, in place."""
-
-    name: ClassVar[str] = "replace"
-    numerics: ClassVar[str] = "changes, on purpose: another op"
-    old: Any = aten.neg.default
-    new: Any = aten.abs.default
-
-    def run(self, gm: fx.GraphModule, unit: Unit) -> int:
-        found = calls(gm, self.old)
-        for node in found:
-            node.target = self.new
-        return len(found)
-
-
-@dataclass(frozen=True)
-class DropNeg(Replace):
-    name: ClassVar[str] = "drop-neg"
-    ensures = (no_neg,)
-
-
-@dataclass(frozen=True)
-class NeedsNoNeg(Replace):
-    name: ClassVar[str] = "needs-no-neg"
-    requires = (no_neg,)
-    old: Any = aten.abs.default
-    new: Any = aten.exp.default
-
-
-@dataclass(frozen=True)
-class BringBack(Replace):
-    name: ClassVar[str] = "bring-back"
-    old: Any = aten.exp.default
-    new: Any = aten.neg.default
-
-
-@dataclass(frozen=True)
-class Reports(GraphPass):
-    """Renames a node or not, and reports a number of its own choice."""
-
-    name: ClassVar[str] = "reports"
-    numerics: ClassVar[str] = BIT_EXACT
-    rename: bool = False
-    number: Any = 0
-
-    def run(self, gm: fx.GraphModule, unit: Unit) -> Any:
-        if self.rename:
-            next(iter(gm.graph.nodes)).name = "renamed"
-        return self.number
-
-
-@dataclass(frozen=True)
-class Split(UnitPass):
-    """Turns the forward graph into two equal blocks."""
-
-    name: ClassVar[str] = "split"
-    numerics: ClassVar[str] = BIT_EXACT
-    unit_ensures = (one_size,)
-    number: int = 1
-
-    def run(self, unit: Unit) -> int:
-        gm = unit.graphs.pop("forward")
-        unit.graphs["block.0"] = gm
-        unit.graphs["block.1"] = chain(*(n.target for n in gm.graph.nodes if n.op[0] == "c"))
-        return self.number
-
-
-@dataclass(frozen=True)
-class Lengthen(GraphPass):
-    """Adds an op to the last graph only."""
-
-    name: ClassVar[str] = "lengthen"
-    numerics: ClassVar[str] = "changes, on purpose"
-
-    def applies_to(self, name: str) -> bool:
-        return name == "block.1"
-
-    def run(self, gm: fx.GraphModule, unit: Unit) -> int:
-        output = gm.graph.output_node()
-        results: Any = output.args[0]
-        with gm.graph.inserting_before(output):
-            node = gm.graph.call_function(aten.neg.default, tuple(results))
-        node.meta["val"] = fake()
-        output.args = ((node,),)
-        return 1
 
 
 def fails(unit: Unit, *passes: Pass) -> str:
@@ -455,44 +340,6 @@ def test_stop_and_skip(monkeypatch: pytest.MonkeyPatch, from_environment: bool) 
         run(skip=("drop-neg",))
 
 
-def test_the_dump(tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "dump"
-    pipeline = Pipeline([Reports(), DropNeg(), Split()])
-    pipeline.run(forward(aten.neg.default), dump=folder)
-    files = {file.name: file.read_text() for file in sorted(folder.iterdir())}
-    assert files == {
-        "00_capture.txt": """\
-forward
-  %x: f32[2] = input
-  %neg_default: f32[2] = aten.neg(%x)
-  return (%neg_default,)
-""",
-        "02_drop-neg.txt": """\
-forward
-  %x: f32[2] = input
-  %neg_default: f32[2] = aten.abs(%x)
-  return (%neg_default,)
-""",
-        "03_split.txt": """\
-block.0
-  %x: f32[2] = input
-  %neg_default: f32[2] = aten.abs(%x)
-  return (%neg_default,)
-
-block.1
-  %x: f32[2] = input
-  %abs_default: f32[2] = aten.abs(%x)
-  return (%abs_default,)
-""",
-        "index.txt": """\
- 0/3  the program as captured   00_capture.txt
- 1/3  reports{rename=False,number=0}        no change
- 2/3  drop-neg{old=aten.neg,new=aten.abs}   1 change   3 -> 3 nodes   02_drop-neg.txt
- 3/3  split{number=1}                       1 change   3 -> 6 nodes   03_split.txt
-""",
-    }
-
-
 def test_a_pass_that_applies_to_no_graph_is_refused() -> None:
     with pytest.raises(UserError) as error:
         Pipeline([Reports()]).run(Unit({"block.0": chain(aten.neg.default)}))
@@ -508,31 +355,6 @@ def test_an_essential_pass_cannot_be_skipped() -> None:
     with pytest.raises(UserError) as error:
         Pipeline([Needed()]).run(forward(aten.neg.default), skip=["needed"])
     assert "Pass 'needed' cannot be left out" in str(error.value)
-
-
-def test_equal_graphs_share_one_copy(tmp_path: Path) -> None:
-    graphs = {f"rank.{rank}": chain(aten.neg.default) for rank in range(3)}
-    graphs["rank.1"] = chain()
-    Pipeline([]).run(Unit(graphs), dump=tmp_path)
-    text = (tmp_path / "00_capture.txt").read_text()
-    headings = [line for line in text.splitlines() if line and not line.startswith(" ")]
-    assert headings == ["rank.0, rank.2", "rank.1"]
-
-
-def test_a_dump_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "05_notes.txt").write_text("mine")
-    Pipeline([Reports(), DropNeg()]).run(forward(aten.neg.default), dump=tmp_path)
-    assert (tmp_path / "02_drop-neg.txt").exists()
-    Pipeline([DropNeg()]).run(forward(aten.abs.default), dump=tmp_path)
-    names = sorted(file.name for file in tmp_path.iterdir())
-    assert names == ["00_capture.txt", "05_notes.txt", "index.txt"]
-
-
-def test_a_broken_program_is_dumped(tmp_path: Path) -> None:
-    """The file of the pass that broke the program is the one that somebody wants to read."""
-    with pytest.raises(VerifyError):
-        Pipeline([BringBack(new=aten.neg_.default)]).run(forward(aten.exp.default), dump=tmp_path)
-    assert "aten.neg_(%x)" in (tmp_path / "01_bring-back.txt").read_text()
 
 
 def test_flags_of_dump_and_log(

@@ -26,10 +26,24 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None, transposed: bool = Fal
     return y_2d.view(*x.shape[:-1], w.shape[1])
 
 
-def linear_dgrad(gy: Tensor, w: Tensor, transposed: bool = False) -> Tensor:
-    """Gradient of x: gy `[..., n]` -> `[..., k]`."""
-    gx_2d = torch.mm(_rows(gy), w.t() if transposed else w)
+def linear_dgrad(
+    gy: Tensor, w: Tensor, transposed: bool = False, sum_with: Tensor | None = None
+) -> Tensor:
+    """Gradient of x: gy `[..., n]` -> `[..., k]`; plus `sum_with` `[..., k]`, if it is given."""
+    weight = w.t() if transposed else w
+    if sum_with is None:
+        gx_2d = torch.mm(_rows(gy), weight)
+    else:
+        gx_2d = torch.addmm(_rows(sum_with), _rows(gy), weight)
     return gx_2d.view(*gy.shape[:-1], gx_2d.shape[1])
+
+
+def add_linear_dgrad_(total: Tensor, gy: Tensor, w: Tensor, transposed: bool = False) -> Tensor:
+    """`linear_dgrad` with `sum_with`, which is overwritten where its layout allows it."""
+    if not total.is_contiguous():
+        return linear_dgrad(gy, w, transposed, total)
+    total.view(-1, total.shape[-1]).addmm_(_rows(gy), w.t() if transposed else w)
+    return total
 
 
 def linear_wgrad(gy: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
@@ -57,7 +71,9 @@ def _linear_fake(x: Tensor, w: Tensor, b: Tensor | None = None, transposed: bool
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _linear_dgrad_fake(gy: Tensor, w: Tensor, transposed: bool = False) -> Tensor:
+def _linear_dgrad_fake(
+    gy: Tensor, w: Tensor, transposed: bool = False, sum_with: Tensor | None = None
+) -> Tensor:
     return gy.new_empty((*gy.shape[:-1], w.shape[0] if transposed else w.shape[1]))
 
 
@@ -87,7 +103,7 @@ def _backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 LINEAR_DGRAD = define(
-    "linear_dgrad(Tensor gy, Tensor w, bool transposed=False) -> Tensor",
+    "linear_dgrad(Tensor gy, Tensor w, bool transposed=False, Tensor? sum_with=None) -> Tensor",
     linear_dgrad,
     _linear_dgrad_fake,
 )

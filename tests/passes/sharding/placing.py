@@ -19,7 +19,7 @@ from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.calls import Value, is_call, operands_of, value_of
 from msc.passes.sharding.candidates import Candidates, find_candidates, value_differentiable
 from msc.passes.sharding.rule import Strategy
-from msc.passes.sharding.search import Placed, conversion_cost, search
+from msc.passes.sharding.search import Payload, Placed, conversion_cost, search
 
 Chosen = dict[fx.Node, State | Strategy]
 Moves = frozenset[tuple[Value, State, State]]
@@ -142,11 +142,11 @@ class Problem:
         return value_of(output_nodes(structure.blocks[structure.instances[instance].block])[output])
 
     def _conversion(self, value: Value, have: State, want: State) -> float:
-        node, index = value
+        node, _ = value
         parameter = node.op == "placeholder" and node.meta["kind"] == "parameter"
         if parameter and isinstance(have.value, Shard) and have != want:
             return math.inf
-        payload = nbytes(tensors_of(node)[index])
+        payload = Payload.of(value, 1.0)
         gradient = value_differentiable(value)
         model = replace(self.model, message_bytes=self._border() / 10)
         cost = conversion_cost(have, want, payload, self.axis.size, gradient, model)

@@ -93,8 +93,8 @@ def test_states_without_a_gradient_are_one() -> None:
     ]
 
 
-def test_the_batch_stays_what_dp_shards() -> None:
-    """The rows could be split further, but a softmax over tp would share them with dp."""
+def test_what_dp_left_of_the_batch_can_be_split_further() -> None:
+    """Two rows per rank of dp: tp may take one each."""
     build = Forward()
     w, x = build.parameter("w", 8, 8), build.input("x", 8, 4, 8)
     y = build.call(ATEN.softmax.int, build.linear(x, w), -1)
@@ -109,4 +109,7 @@ def test_the_batch_stays_what_dp_shards() -> None:
     )
     (softmax,) = [n for n in found.strategies if "softmax" in n.name]
     assert plans["block0"].states[softmax, 0] == sharded(0)
-    assert [str(s) for s in found.strategies[softmax] if s.factor] == ["d1: S1 -> S1"]
+    assert [str(s) for s in found.strategies[softmax] if s.factor] == [
+        "d0: S0 -> S0",
+        "d1: S1 -> S1",
+    ]

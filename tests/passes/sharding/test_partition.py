@@ -71,14 +71,17 @@ def joined(parts: Sequence[Tensor], placement: Placement) -> Tensor:
 def nested(placements: Sequence[Placement], sizes: Sequence[int]) -> list[Placement]:
     """Each axis's placement of what the axes before it left.
 
-    Segments count over the whole dim: of four, an outer axis of two ranks leaves two.
+    Segments count over the whole dim: of four, an outer axis of two ranks leaves two, unless it
+    splits each of them.
     """
     found: list[Placement] = []
     for index, placement in enumerate(placements):
         if isinstance(placement, Shard) and isinstance(placement.segments, int):
             segments = placement.segments
             for outer, size in zip(placements[:index], sizes, strict=False):
-                if isinstance(outer, Shard) and outer.dim == placement.dim and segments > 1:
+                if not isinstance(outer, Shard) or outer.dim != placement.dim:
+                    continue
+                if isinstance(outer.segments, int) and segments % (outer.segments * size) == 0:
                     segments //= size
             placement = Shard(placement.dim, segments)
         found.append(placement)

@@ -14,7 +14,7 @@ from msc.cost import Cluster, CostModel
 from msc.ir.errors import PlanError
 from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Partial, Replicate, State, sharded
 from msc.passes.compilation import Compilation
-from msc.passes.sharding.search import conversion_cost
+from msc.passes.sharding.search import Payload, conversion_cost
 from tests.passes.graphs import (
     ATEN,
     GPT,
@@ -30,6 +30,7 @@ from tests.passes.sharding.placing import Chosen, Problem, ops_of, states_of
 
 CLUSTER = CostModel(Cluster("small", 1e9, 1e9, 1e9, 8, 1e8, 1e7))
 SLOW_LINKS = CostModel(Cluster("slow links", 1e12, 1e9, 1e9, 8, 1e3, 1e3))
+PAYLOAD = Payload(1024, (1, 4))
 MODELS = {"no cluster": CostModel(), "cluster": CLUSTER, "slow links": SLOW_LINKS}
 
 
@@ -231,12 +232,12 @@ def test_an_axis_is_used_where_only_some_dims_divide() -> None:
 )
 @settings(deadline=None)
 def test_conversions_cost_what_they_send(have: State, want: State, gradient: bool) -> None:
-    cost = conversion_cost(have, want, 1024, 4, gradient, CostModel())
+    cost = conversion_cost(have, want, PAYLOAD, 4, gradient, CostModel())
     if have == want or (not gradient and have.value == want.value):
         assert cost == 0
     elif cost is not None:
         assert cost > 0
-        without = conversion_cost(have, want, 1024, 4, False, CostModel())
+        without = conversion_cost(have, want, PAYLOAD, 4, False, CostModel())
         assert without is not None
         assert without <= cost
 
@@ -245,7 +246,7 @@ def test_conversions_that_do_not_exist() -> None:
     maximum = State(Partial("max"), Replicate())
 
     def cost(have: State, want: State, gradient: bool) -> float | None:
-        return conversion_cost(have, want, 1024, 4, gradient, CostModel())
+        return conversion_cost(have, want, PAYLOAD, 4, gradient, CostModel())
 
     assert cost(maximum, REPLICATED, True) is None  # its reduction has no gradient
     assert cost(maximum, REPLICATED, False) is not None

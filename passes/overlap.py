@@ -1,0 +1,109 @@
+"""Overlap: let a block's collectives run while the block computes what does not wait for them.
+
+    %dx = msc.linear_dgrad(%gy, %w)              %dx = msc.linear_dgrad(%gy, %w)
+    %dw = msc.linear_wgrad(%gy, %x)        ->    %rs = c10d.reduce_scatter_tensor(%dx, ..)
+    %rs = c10d.reduce_scatter_tensor(%dx, ..)    %dw = msc.linear_wgrad(%gy, %x)
+    %y  = c10d.wait_tensor(%rs)                  %y  = c10d.wait_tensor(%rs)
+
+Each collective starts as soon as its operands are there; what it does not need comes later, as much
+of it as the collective takes by the cost model, the rest after it. Collectives keep their order.
+Numerics: kept bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from msc.cost import call_flops
+from msc.cost.flops import is_gemm, nbytes
+from msc.ir.communication import COLLECTIVES, WAITS, group_of, is_communication
+from msc.ir.passes import BIT_EXACT, GraphPass
+from msc.ir.values import operand_nodes, tensors_of
+from msc.passes.compilation import Compilation, Settings
+
+
+@dataclass(frozen=True)
+class Overlap(GraphPass):
+    """Reorder every block's forward and backward."""
+
+    name: ClassVar[str] = "overlap"
+    numerics: ClassVar[str] = BIT_EXACT
+
+    def applies_to(self, name: str) -> bool:
+        """The blocks' graphs, once they are differentiated."""
+        return name.startswith("block")
+
+    def run(self, gm: fx.GraphModule, unit: Compilation) -> int:
+        before = [node for node in gm.graph.nodes if node.op == "call_function"]
+        if not any(node.target in COLLECTIVES for node in before):
+            return 0
+        after = _Scheduler(before, unit.settings).run()
+        for node in after:
+            gm.graph.output_node().prepend(node)
+        return sum(one is not other for one, other in zip(before, after, strict=True))
+
+
+class _Scheduler:
+    """Puts the calls of a graph in a new order."""
+
+    def __init__(self, nodes: list[fx.Node], settings: Settings) -> None:
+        self.nodes = nodes
+        self.cost = settings.cost
+        self.mesh = settings.mesh
+        self.left = dict.fromkeys(nodes)  # not placed yet, in the old order
+        self.order: list[fx.Node] = []
+
+    def run(self) -> list[fx.Node]:
+        for node in self.nodes:
+            if is_communication(node) and node.target not in WAITS:
+                self._place(node)
+        for node in self.nodes:
+            self._place(node)
+        return self.order
+
+    def _place(self, node: fx.Node) -> None:
+        """Place a node after all that it needs and that is still left, in the old order."""
+        needed: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            each = stack.pop()
+            if each in self.left and each not in needed:
+                needed.add(each)
+                stack.extend(each.all_input_nodes)
+        for each in [n for n in self.left if n in needed]:
+            if each in self.left:
+                if each.target in WAITS:
+                    self._hide(each, needed)
+                self._append(each)
+
+    def _append(self, node: fx.Node) -> None:
+        del self.left[node]
+        self.order.append(node)
+
+    def _hide(self, wait: fx.Node, urgent: set[fx.Node]) -> None:
+        """Before a wait, place work that is ready until it takes as long as the collective."""
+        open_time = self._duration(wait.all_input_nodes[0])
+        for node in list(self.left):
+            if open_time <= 0:
+                return
+            if node in urgent or is_communication(node):
+                continue
+            if all(operand not in self.left for operand in node.all_input_nodes):
+                self._append(node)
+                open_time -= self._duration(node)
+
+    def _duration(self, node: fx.Node) -> float:
+        results = tensors_of(node)
+        operands = [
+            tensors_of(operand)[0] for operand in operand_nodes(node) if tensors_of(operand)
+        ]
+        if node.target in COLLECTIVES:
+            payload = max(nbytes(tensor) for tensor in (*operands, *results))
+            size = self.mesh.axis_size(group_of(node))
+            return self.cost.collective(COLLECTIVES[node.target], payload, size)
+        if is_gemm(node.target):
+            return self.cost.compute(call_flops(node.target, operands, results), 0)
+        return self.cost.compute(0, sum(map(nbytes, results)))
