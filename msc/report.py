@@ -24,7 +24,7 @@ class CompileReport:
 
     sharded: axis -> {"flops", "parameters"}: the fraction that the axis divides among its ranks.
         "flops" counts the forward; "parameters" counts bytes.
-    collectives: per pipeline stage, kind -> (calls per step, bytes per step of one rank).
+    collectives: per class of ranks, kind -> (calls per step, bytes per step of one rank).
     fallbacks: calls that run whole on every tp rank though they could be large, with the reason.
     replicated: parameters with two or more dims that every tp rank holds whole.
     notes: what the compiler did otherwise than a user might expect.
@@ -71,7 +71,10 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         cpu_seconds=seconds,
         distinct_blocks=len(unit.structure.blocks),
         instances=len(unit.structure.instances),
-        chunks=tuple(tuple(instance.path for instance in chunk.instances) for chunk in unit.chunks),
+        chunks=tuple(
+            tuple(instance.path for instance in chunk.instances)
+            for chunk in unit.variants[0].chunks
+        ),
         search_cost=unit.placed.cost if unit.placed else 0.0,
     )
 

@@ -40,7 +40,8 @@ def mark_differentiable(gm: fx.GraphModule) -> None:
         if node.op == "placeholder":
             node.meta["differentiable"] = bool(node.meta.get("requires_grad", False))
         elif node.op == "call_function":
-            floating = any(value.is_floating_point() for value in tensors_of(node))
+            values = tensors_of(node)
+            floating = any(value.is_floating_point() or value.is_complex() for value in values)
             node.meta["differentiable"] = (
                 floating
                 and node.target not in _DETACHING

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from msc.ir.placement import Partial, Segments, Shard, State, shard_of, unshard
+from msc.ir.placement import Partial, Shard, Split, State, shard_of, unshard
+from msc.passes.sharding.axes import Axis, local_shape
 from msc.passes.sharding.rule import Call, LocalCall, Rule, Strategy, factors, strategies
 
 TOLERANCE = 1e-12
@@ -48,15 +49,17 @@ class EagerLocalCall(LocalCall):
     def start(self, factor: str) -> torch.Tensor | None:
         if factor != self.strategy.factor:
             return None
-        assert self.strategy.segments == 1, "only an interval has a start"
-        return torch.tensor(factors(self.rule)[factor] // self.size * self.rank)
+        split, length = self.strategy.split, factors(self.rule)[factor]
+        assert split.segments == 1, "only an interval has a start"
+        return torch.tensor(sum(split.part(length, self.size, r) for r in range(self.rank)))
 
     def coordinates(self, result: int, dim: int) -> torch.Tensor | None:
         placement = self.strategy.results[result].value
         if not isinstance(placement, Shard) or placement.dim != dim:
             return None
         whole = torch.arange(self.call.results[result].shape[dim])
-        return shard_of(whole, Shard(0, placement.segments), self.size, self.rank)
+        along = Shard(0, placement.segments, placement.unit)
+        return shard_of(whole, along, self.size, self.rank)
 
 
 @dataclass
@@ -73,19 +76,19 @@ def check_rule(
     rule: Rule,
     size: int,
     *,
-    candidates: Sequence[tuple[str, Segments]] = (),
+    candidates: Sequence[tuple[str, Split]] = (),
     constant: Sequence[int] = (),
     uninitialized: bool = False,
     seed: int = 0,
 ) -> list[Strategy]:
     """Check every strategy of a rule over an axis of `size`; raise `RuleError` at the first fault.
 
-    candidates: factors with segments, as in `strategies`.
+    candidates: factors with splits, as in `strategies`; parts may be unequal.
     constant: places of operands that take no gradient.
     uninitialized: the results' elements are arbitrary; only shapes are checked.
     Returns the strategies that were checked.
     """
-    found = strategies(rule, len(call.operands), len(call.results), size, candidates)
+    found = strategies(rule, len(call.operands), len(call.results), size, candidates, uneven=True)
     for strategy in found:
         try:
             ranks = _run_all(call, rule, strategy, size, constant, seed)
@@ -162,7 +165,7 @@ def _run(
         kwargs=kwargs,
         operand_shapes=tuple(tuple(operand.shape) for operand in operands),
         result_shapes=tuple(
-            _local_shape(tuple(whole.shape), state, size)
+            local_shape(whole.shape, (state,), (Axis("", size, rank),))
             for whole, state in zip(call.results, strategy.results, strict=True)
         ),
         call=call,
@@ -179,13 +182,6 @@ def _run(
     if shapes != local.result_shapes:
         raise RuleError(f"local shapes {shapes}, expected {local.result_shapes}")
     return _Rank(operands, results)
-
-
-def _local_shape(shape: tuple[int, ...], state: State, size: int) -> tuple[int, ...]:
-    if not isinstance(state.value, Shard):
-        return shape
-    dim = state.value.dim
-    return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
 
 
 def _check_gradients(

@@ -257,7 +257,9 @@ def test_what_combines_samples_is_refused_over_time_and_named() -> None:
 
 def test_what_combines_samples_is_gathered_over_dp() -> None:
     unit = assert_parity(contrastive(), "dp=2")
-    gathers = [n for n in unit.local["block0"].gm.graph.nodes if "all_gather" in str(n.target)]
+    gathers = [
+        n for n in unit.variants[0].local["block0"].gm.graph.nodes if "all_gather" in str(n.target)
+    ]
     assert len(gathers) == 1  # both operands of the product come from one
 
 
