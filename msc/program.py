@@ -268,6 +268,8 @@ class Program:
         ranks = range(self.mesh.size)
         if state is None:
             state = [self.initial_state(rank, seed) for rank in ranks]
+        if not isinstance(state, list) or not all(isinstance(each, RankState) for each in state):
+            raise InputError("state is what an earlier result's `.state` holds, or None.")
         if len(state) != self.mesh.size:
             raise InputError(f"state has {len(state)} ranks; the mesh has {self.mesh.size}.")
         arguments = [
@@ -307,6 +309,9 @@ class Program:
         `params`: a step's result, or a mapping by name; without it the initial values.
         """
         values = params.params if isinstance(params, StepResult) else params
+        missing = [name for name in self.parameters if values is not None and name not in values]
+        if missing:
+            raise InputError(f"params lacks {len(missing)} parameters, such as '{missing[0]}'.")
         found: dict[str, Tensor] = {}
         for name, layout in self.parameters.items():
             value = values[name] if values is not None else self.read_parameter(name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import msc
@@ -19,6 +19,12 @@ def batch(vocabulary: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
     labels = torch.randint(vocabulary, (samples, length), generator=generator)
     labels[0, :3] = -100
     return tokens, labels
+
+
+def subgraph(graph: fx.GraphModule, name: str) -> fx.GraphModule:
+    found = graph.get_submodule(name)
+    assert isinstance(found, fx.GraphModule)
+    return found
 
 
 CASES = [
@@ -49,9 +55,11 @@ def test_a_table_of_a_prime_number_of_rows_is_split() -> None:
     assert program.class_names == ["stage0.tp0", "stage0.tp1", "stage1.tp0", "stage1.tp1"]
     assert [program.class_of(rank) for rank in range(8)] == [0, 1, 1, 1, 2, 3, 3, 3]
     # the layers split evenly, so their graphs are shared
-    first, second = (program.rank_graphs[i].get_submodule("chunk0_forward") for i in (0, 1))
+    first, second = (subgraph(program.rank_graphs[i], "chunk0_forward") for i in (0, 1))
     shared = {str(n.target) for n in first.graph.find_nodes(op="call_module")}
-    alike = [t for t in shared if first.get_submodule(t) is second.get_submodule(t)]
+    alike = [
+        target for target in shared if first.get_submodule(target) is second.get_submodule(target)
+    ]
     assert any(t.startswith("block1") for t in alike)
 
 
@@ -88,7 +96,8 @@ class Odd(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = torch.cat([functional.gelu(self.up(x)), self.norm(self.up(x))], dim=-1)
         out = self.down(hidden[..., :17] * hidden[..., 17:]).cumsum(1)
-        return ((out - out.mean(-1, keepdim=True) - y) ** 2).mean() + out.amax(-1).mean()
+        loss: Tensor = ((out - out.mean(-1, keepdim=True) - y) ** 2).mean() + out.amax(-1).mean()
+        return loss
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=4", "dp=5,tp=2"])
