@@ -19,6 +19,7 @@ from msc.ir.inline import inline
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
+from msc.ir.plan import Plan
 from msc.ir.printer import format_graph
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_memory import memory_bytes
@@ -72,6 +73,7 @@ class Program:
         backend: str,
         report: CompileReport,
         source: Captured | Mapping[str, Tensor] | None,
+        plan: Plan,
         digests: Sequence[str] | None = None,
         pass_results: Dump | None = None,
     ) -> None:
@@ -88,6 +90,7 @@ class Program:
         self.separable = separable
         self.backend = backend
         self.report = report
+        self.plan = plan
         self._source = source
         self._digests = digests
         self._pass_results = pass_results

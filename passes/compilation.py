@@ -13,6 +13,7 @@ from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
 from msc.ir.passes import Unit
 from msc.ir.placement import State
+from msc.ir.plan import Plan
 from msc.ir.printer import format_graph
 from msc.ir.structure import Structure
 from msc.passes.chunks import Block, Chunk, Key
@@ -20,12 +21,17 @@ from msc.passes.differentiate import Differentiated
 from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.batch import BatchPlan
 from msc.passes.sharding.partition import Partitioned
+from msc.passes.sharding.pins import Pinned
+from msc.passes.sharding.placing import Placing
 from msc.passes.sharding.search import Placed
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that the passes read."""
+    """The options that the passes read.
+
+    pinned: the user's pins by parameter; plan: placements to apply instead of searching.
+    """
 
     mesh: Mesh
     micro_batches: int = 1
@@ -35,6 +41,8 @@ class Settings:
     bucket_bytes: int = 25 * 2**20
     separable: bool = True
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    pinned: Pinned = field(default_factory=dict)
+    plan: Plan | None = None
 
     @property
     def batch_axes(self) -> tuple[Axis, ...]:
@@ -60,6 +68,7 @@ class Compilation(Unit):
     prologue: fx.GraphModule | None
     batch: dict[str, BatchPlan]
     prelude_states: dict[str, State]
+    placing: Placing | None
     placed: Placed | None
     local: dict[str, Partitioned]
     local_prologue: Partitioned | None
@@ -79,6 +88,7 @@ class Compilation(Unit):
         self.prologue = None
         self.batch = {}
         self.prelude_states = {}
+        self.placing = None
         self.placed = None
         self.local = {}
         self.local_prologue = None

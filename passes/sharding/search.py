@@ -227,6 +227,9 @@ class _Program:
             options += [(state, 0.0) for state in shards]
         else:
             options.append((REPLICATED, 0.0))
+        allowed = self.candidates.allowed.get(node)
+        if allowed is not None:
+            options = [option for option in options if option[0] in allowed]
         self.choice[node] = [self._variable(cost * weight, binary=True) for _, cost in options]
         self._row([(v, 1.0) for v in self.choice[node]], 1, 1)
         states = self.producers.setdefault((node, 0), {})
@@ -346,7 +349,7 @@ class _Program:
     def _loss(self) -> None:
         """The loss ends replicated or as a sum over the axis; its gradient's seed is one then."""
         value = self._loss_value()
-        ends = {state: [self._variable(0.0, binary=True)] for state in (REPLICATED, PARTIAL)}
+        ends = {state: [self._variable(0.0, binary=True)] for state in self.candidates.loss}
         self._row([(v, 1.0) for (v,) in ends.values()], 1, 1)
         self.loss_choice = {state: variable for state, (variable,) in ends.items()}
         self._flow(value, ends, 1)
