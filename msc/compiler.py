@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from msc.capture import Captured, capture
 from msc.cost import Cluster, CostModel
+from msc.explanation import Explainer
 from msc.ir import flags
 from msc.ir.errors import PlanError, UserError
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
@@ -126,6 +127,7 @@ def compile(
         report=report,
         source=captured,
         plan=plan_of(unit.structure, unit.placed, settings.mesh),
+        explainer=Explainer(unit, captured.module, report),
         pass_results=unit.dump,
     )
     _check_memory(program, memory)

@@ -31,6 +31,7 @@ from msc.saved_tensors import SavedTensors
 if TYPE_CHECKING:
     from msc.capture import Captured
     from msc.capture.inputs import InputSpec
+    from msc.explanation import Explainer, Explanation
 
 BACKENDS = ("aten", "inductor")
 
@@ -74,6 +75,7 @@ class Program:
         report: CompileReport,
         source: Captured | Mapping[str, Tensor] | None,
         plan: Plan,
+        explainer: Explainer | None = None,
         digests: Sequence[str] | None = None,
         pass_results: Dump | None = None,
     ) -> None:
@@ -91,6 +93,7 @@ class Program:
         self.backend = backend
         self.report = report
         self.plan = plan
+        self._explainer = explainer
         self._source = source
         self._digests = digests
         self._pass_results = pass_results
@@ -151,6 +154,27 @@ class Program:
     def memory_bytes(self) -> list[int]:
         """Predicted bytes of one rank of each stage: state, gradients, and saved activations."""
         return [memory_bytes(graph) for graph in self.rank_graphs]
+
+    def explain(self, module: str | None = None, *, html: str | Path | None = None) -> Explanation:
+        """Say where everything lies and what is sent; with a module's path, say why.
+
+        Print what it returns; `html` writes the same as one page. Equal layers are shown once. Of a
+        module it says what else its parameters and calls could be, and the modelled cost of the
+        best plan that has them. A loaded program knows parameters and totals only, and says so.
+
+        Raises `UserError` for a module that the model does not have.
+        """
+        from msc.explanation import explain_loaded
+
+        if self._explainer is None:
+            found = explain_loaded(self, module)
+        elif module is None:
+            found = self._explainer.overview()
+        else:
+            found = self._explainer.why(module)
+        if html is not None:
+            found.save_html(html)
+        return found
 
     # -- values
 

@@ -19,7 +19,7 @@ from msc.passes.compilation import Compilation, Settings
 from msc.passes.sharding.axes import Axis, parts
 from msc.passes.sharding.calls import Value
 from msc.passes.sharding.candidates import find_candidates
-from msc.passes.sharding.pins import pinned_states, solve_pinned
+from msc.passes.sharding.pins import pin_notes, pinned_states, solve_pinned
 from msc.passes.sharding.placing import Placing
 from msc.passes.sharding.plan_of import apply_plan, check_plan
 from msc.passes.sharding.search import Placed
@@ -42,6 +42,7 @@ class Place(UnitPass):
             return 0
         unit.placing = _placing(unit)
         unit.placed = _place(unit.placing, settings)
+        unit.notes += pin_notes(unit.placing, settings.pinned)
         _annotate(unit.placed)
         return unit.lines_changed(before)
 

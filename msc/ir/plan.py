@@ -93,9 +93,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, to be read by `load`."""
-        text = json.dumps(self.to_json(), indent=1) + "\n"
         try:
-            Path(path).write_text(text)
+            Path(path).write_text(_text(self.to_json()))
         except OSError as error:
             raise PlanError(f"The plan cannot be written to '{path}': {error}") from error
 
@@ -152,6 +151,23 @@ class Plan:
 
 
 # -- to JSON
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    """The JSON text of a plan, one line for each parameter, placeholder and call."""
+    lines = [f"{json.dumps(key)}: {json.dumps(data[key])}" for key in ("format", "version", "mesh")]
+    pairs = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data["parameters"].items())
+    lines.append('"parameters": {\n  ' + ",\n  ".join(pairs) + "}")
+    blocks = []
+    for block in data["blocks"]:
+        parts = [f'"instances": {json.dumps(block["instances"])}']
+        for key in ("placeholders", "calls"):
+            parts.append(f'"{key}": [\n    ' + ",\n    ".join(map(json.dumps, block[key])) + "]")
+        parts.append(f'"outputs": {json.dumps(block["outputs"])}')
+        blocks.append("{" + ",\n   ".join(parts) + "}")
+    lines.append('"blocks": [\n  ' + ",\n  ".join(blocks) + "]")
+    lines.append(f'"loss": {json.dumps(data["loss"])}')
+    return "{\n " + ",\n ".join(lines) + "\n}\n"
 
 
 def _state_data(state: State) -> Any:

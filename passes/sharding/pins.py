@@ -23,6 +23,7 @@ from msc.ir.placement import Partial, Placement, Replicate, Shard, State, from_t
 from msc.passes.sharding.placing import Placing
 from msc.passes.sharding.search import Placed
 
+_LISTED = 12
 _FORCED = {
     "pp": "the balance of the stages decides which of them hold a parameter",
     "dp": "parameters are whole on every dp rank, which splits the batch",
@@ -77,8 +78,15 @@ def parse_pins(pins: Any, mesh: Mesh) -> tuple[Pin, ...]:
             if fault:
                 faults.append(f'pin "{pattern}": {fault}')
     if faults:
-        raise PlanError("Pins cannot be kept:\n  " + "\n  ".join(faults))
+        raise _refusal(faults)
     return tuple(found)
+
+
+def _refusal(faults: Iterable[str]) -> PlanError:
+    listed = list(faults)
+    if len(listed) > _LISTED:
+        listed[_LISTED:] = [f"and {len(listed) - _LISTED} more"]
+    return PlanError("Pins cannot be kept:\n  " + "\n  ".join(listed))
 
 
 _FORM = 'pins maps patterns of parameter names to placements: {"*.q_proj.weight": {"tp": Shard(0)}}.'
@@ -116,7 +124,7 @@ def match_pins(pins: Sequence[Pin], names: Mapping[str, Iterable[str]]) -> Pinne
         if not matched:
             faults.append(f'pin "{pin.pattern}" matches no parameter{_nearest(pin.pattern, names)}')
     if faults:
-        raise PlanError("Pins cannot be kept:\n  " + "\n  ".join(faults))
+        raise _refusal(faults)
     return found
 
 
@@ -148,7 +156,7 @@ def pinned_states(placing: Placing, pinned: Pinned) -> dict[fx.Node, frozenset[S
             faults[_contradiction(pins)] = None
         allowed[node] = frozenset(left)
     if faults:
-        raise PlanError("Pins cannot be kept:\n  " + "\n  ".join(faults))
+        raise _refusal(faults)
     return allowed
 
 
@@ -185,6 +193,30 @@ def solve_pinned(placing: Placing, pinned: Pinned) -> Placed:
             f"No placement over '{placing.axis.name}' keeps the pins: what reads these parameters "
             f"cannot work on them as they ask.\n  {listed}\nLeave one of them out."
         ) from error
+
+
+def pin_notes(placing: Placing, pinned: Pinned) -> list[str]:
+    """What pins do beyond the parameters that they name, and where they do nothing."""
+    read = placing.parameters()
+    names_of: dict[fx.Node, list[str]] = {}
+    for name, nodes in read.items():
+        for node in nodes:
+            names_of.setdefault(node, []).append(name)
+    notes: dict[str, None] = {}
+    for name, pins in pinned.items():
+        for pin in pins:
+            if name not in read:
+                notes[f"pin {pin} says nothing of {name}: the loss does not depend on it"] = None
+            others = [
+                other
+                for node in read.get(name, ())
+                for other in names_of[node]
+                if pin not in pinned.get(other, ())
+            ]
+            if others:
+                listed = ", ".join(dict.fromkeys(others))
+                notes[f"pin {pin} holds for {listed} too: equal layers share one placement"] = None
+    return list(notes)
 
 
 def _solves_without(free: Placing, pinned: Pinned, left_out: Pin) -> bool:

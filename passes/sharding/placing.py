@@ -14,7 +14,7 @@ from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.calls import Value
 from msc.passes.sharding.candidates import Candidates
 from msc.passes.sharding.rule import Strategy
-from msc.passes.sharding.search import Placed, search
+from msc.passes.sharding.search import Placed, priced, search
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class Placing:
     cost: CostModel
     micro_batches: int
     share: Callable[[Value], float]
+
+    @property
+    def model(self) -> CostModel:
+        """The cost model by which the search compares."""
+        return priced(self.cost, self.structure, self.share)
 
     def solve(self) -> Placed:
         """The cheapest placement; `PlanError` if there is none."""

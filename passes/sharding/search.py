@@ -127,6 +127,13 @@ def search(
     return _Program(structure, candidates, axis, model, num_micro_batches, share).solve()
 
 
+def priced(model: CostModel, structure: Structure, share: Callable[[Value], float]) -> CostModel:
+    """The cost model with a weight for a round of messages that suits the model's sizes."""
+    # a tenth of what passes from layer to layer: saving bytes by many small messages is no gain
+    # on any network, and a model of another size has the same best plan
+    return replace(model, message_bytes=_border_bytes(structure, share) / 10)
+
+
 def _border_bytes(structure: Structure, share: Callable[[Value], float]) -> float:
     """The largest value that one block passes to another, on one rank of dp and mb."""
     sizes = [0.0]
@@ -153,9 +160,7 @@ class _Program:
         self.structure = structure
         self.candidates = candidates
         self.axis = axis
-        # a tenth of what passes from layer to layer: saving bytes by many small messages is no
-        # gain on any network, and a model of another size has the same best plan
-        self.model = replace(model, message_bytes=_border_bytes(structure, share) / 10)
+        self.model = priced(model, structure, share)
         self.num_micro_batches = num_micro_batches
         self.share = share
         self.placeholder_states: dict[fx.Node, list[State]] = {}
