@@ -156,7 +156,6 @@ def _fallbacks(unit: Compilation) -> list[str]:
     """Calls that tp does not split: GEMMs, and ops that have no rule."""
     if unit.placed is None:
         return []
-    size = unit.settings.mesh.axis_size("tp")
     found: dict[str, None] = {}
     for gm in unit.structure.blocks.values():
         for node in gm.graph.nodes:
@@ -168,12 +167,23 @@ def _fallbacks(unit: Compilation) -> list[str]:
             if rule is None:
                 found[f"{where}: {op} has no sharding rule; it runs whole on every tp rank"] = None
             elif is_gemm(node.target):
-                lengths = ", ".join(str(n) for n in dict.fromkeys(factors(rule).values()) if n > 1)
-                found[
-                    f"{where}: {op} runs whole on every tp rank: tp={size} does not split it "
-                    f"evenly (dims {lengths})"
-                ] = None
+                found[f"{where}: {op} runs whole on every tp rank: {_whole(unit, node)}"] = None
     return list(found)
+
+
+def _whole(unit: Compilation, node: fx.Node) -> str:
+    """Why a call runs whole."""
+    rule = rule_of(node)
+    assert rule is not None
+    assert unit.placing is not None
+    if any(s.factor is not None for s in unit.placing.candidates.strategies[node]):
+        if unit.settings.plan is not None:
+            return "the given plan says so"
+        pins = "under the pins, " if unit.settings.pinned else ""
+        return f"{pins}splitting it would cost more than it saves (program.explain says how much)"
+    size = unit.settings.mesh.axis_size("tp")
+    lengths = ", ".join(str(n) for n in dict.fromkeys(factors(rule).values()) if n > 1)
+    return f"tp={size} does not split it evenly (dims {lengths})"
 
 
 _INSTEAD = {0: "samples", 2: "query positions"}

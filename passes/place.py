@@ -53,9 +53,7 @@ def _placing(unit: Compilation) -> Placing:
     batch_axes = settings.batch_axes
     count = len(batch_axes)
     strategies = {
-        name: {
-            node: (strategy,) * count for node, strategy in unit.batch[name].strategies.items()
-        }
+        name: {node: (strategy,) * count for node, strategy in unit.batch[name].strategies.items()}
         for name in unit.structure.blocks
     }
     states: dict[str, dict[Value, tuple[State, ...]]] = {

@@ -87,7 +87,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A state or strategy, and the modelled cost of the best plan that has it; None: there is none."""
+    """A state or strategy, and the modelled cost of the best plan that has it (None: no plan)."""
 
     text: str
     cost: float | None
@@ -153,8 +153,8 @@ class Explanation:
 
 
 LEGEND = (
-    "S0: split along dim 0; S0/3: each of 3 runs of it split; R, whole: every rank holds all of it; "
-    "R~: whole, with a gradient that is summed over the axis; P: a partial sum (Pmax: maximum)"
+    "S0: split along dim 0; S0/3: each of 3 runs of it split; R, whole: every rank holds all of "
+    "it; R~: whole, with a gradient that is summed over the axis; P: a partial sum (Pmax: maximum)"
 )
 
 
@@ -169,4 +169,5 @@ def cost_text(cost: float | None, cluster: str) -> str:
         return "-"
     if not cluster:
         return f"{cost:,.0f}"
-    return f"{cost * 1e6:,.1f}"
+    microseconds = cost * 1e6
+    return f"{microseconds:,.1f}" if microseconds >= 1 else f"{microseconds:.3g}"

@@ -8,7 +8,6 @@ from msc.explanation.facts import (
     LEGEND,
     Communication,
     Explanation,
-    Module,
     Part,
     Reasons,
     Value,
@@ -34,15 +33,27 @@ def to_text(explanation: Explanation) -> str:
     return "\n".join([*lines, "", LEGEND])
 
 
+NO_FALLBACK = "no fallback: every call that could be large is split"
+
+
 def heading(explanation: Explanation) -> str:
     """What was compiled, and in what its costs are."""
+    return f"placements on mesh {explanation.mesh}, {facts(explanation)}"
+
+
+def facts(explanation: Explanation) -> str:
+    """`2 micro-batches; costs are modelled microseconds (us) on cluster 'a100'`."""
     if explanation.cluster:
         costs = f"modelled microseconds (us) on cluster '{explanation.cluster}'"
     else:
-        costs = "cost units (weighted bytes and FLOPs: no cluster was given), not times"
-    batches = f"{explanation.micro_batches} micro-batch"
-    batches += "es" if explanation.micro_batches != 1 else ""
-    return f"placements on mesh {explanation.mesh}, {batches}; costs are {costs}"
+        costs = "units of weighted bytes and FLOPs, not times: no cluster is known"
+    number = explanation.micro_batches
+    return f"{number} micro-batch{'' if number == 1 else 'es'}; costs are {costs}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 call`, `2 calls`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def part_title(part: Part) -> str:
@@ -105,7 +116,7 @@ def _row(value: Value) -> tuple[str, ...]:
 
 def _reasons(reasons: Reasons, explanation: Explanation) -> Iterator[str]:
     unit = cost_unit(explanation)
-    yield f"{reasons.path}, in {reasons.part}"
+    yield f"{reasons.path}, in {reasons.part}" if reasons.part != reasons.path else reasons.path
     if reasons.choices:
         found = "the given plan" if reasons.planned else "the plan that was found"
         total = cost_text(reasons.cost, explanation.cluster)
@@ -136,7 +147,7 @@ def _reasons(reasons: Reasons, explanation: Explanation) -> Iterator[str]:
         yield f"    {sent(one, explanation)}, {one.calls}x per step"
         yield f"      {one.why}"
     yield ""
-    yield "  fallbacks" if reasons.fallbacks else "  no fallback: every call is split or costs little"
+    yield "  fallbacks" if reasons.fallbacks else f"  {NO_FALLBACK}"
     yield from (f"    {line}" for line in reasons.fallbacks)
 
 
@@ -144,7 +155,5 @@ def _totals(explanation: Explanation) -> Iterator[str]:
     rows = [("", "axis", "kind", "calls", "bytes", cost_unit(explanation))]
     for one in explanation.totals:
         cost = cost_text(one.cost, explanation.cluster)
-        rows.append(
-            (one.stage, one.axis, one.kind, str(one.calls), bytes_text(one.nbytes), cost)
-        )
+        rows.append((one.stage, one.axis, one.kind, str(one.calls), bytes_text(one.nbytes), cost))
     yield from (f"  {line}" for line in table(rows))

@@ -89,7 +89,9 @@ def _refusal(faults: Iterable[str]) -> PlanError:
     return PlanError("Pins cannot be kept:\n  " + "\n  ".join(listed))
 
 
-_FORM = 'pins maps patterns of parameter names to placements: {"*.q_proj.weight": {"tp": Shard(0)}}.'
+_FORM = (
+    'pins maps patterns of parameter names to placements: {"*.q_proj.weight": {"tp": Shard(0)}}.'
+)
 
 
 def _axis_fault(axis: Any, mesh: Mesh) -> str:
@@ -174,7 +176,9 @@ def _contradiction(pins: Mapping[Pin, str]) -> str:
     listed = " and ".join(f"{pin} for {name}" for pin, name in pins.items())
     names = list(dict.fromkeys(pins.values()))
     why = (
-        "" if len(names) == 1 else f": equal layers share one placement, so {' and '.join(names)} do"
+        ""
+        if len(names) == 1
+        else f": equal layers share one placement, so {' and '.join(names)} do"
     )
     return f"pins {listed} contradict each other{why}"
 

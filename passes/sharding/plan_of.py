@@ -160,8 +160,8 @@ def _block_differences(planned: PlannedBlock, here: PlannedBlock) -> Iterator[st
         matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
         for tag, i, k, j, m in matcher.get_opcodes():
             if tag != "equal":
-                there = ", ".join(left[i:k]) or "nothing"
-                yield f"{where}: the plan has {there}, the model {', '.join(right[j:m]) or 'nothing'}"
+                there, model = (", ".join(part) or "nothing" for part in (left[i:k], right[j:m]))
+                yield f"{where}: the plan has {there}, the model {model}"
 
 
 @dataclass
