@@ -156,22 +156,15 @@ class Program:
         return [memory_bytes(graph) for graph in self.rank_graphs]
 
     def explain(self, module: str | None = None, *, html: str | Path | None = None) -> Explanation:
-        """Say where everything lies and what is sent; with a module's path, say why.
+        """Say where everything lies and what is sent; of a module, layer or parameter: why.
 
-        Print what it returns; `html` writes the same as one page. Equal layers are shown once. Of a
-        module it says what else its parameters and calls could be, and the modelled cost of the
-        best plan that has them. A loaded program knows parameters and totals only, and says so.
-
-        Raises `UserError` for a module that the model does not have.
+        Print the result; `html` writes it as one page. Why: the modelled cost of the best plan for
+        each other choice. A loaded program knows parameters and totals only, and says so.
+        `UserError` for a module that the model does not have.
         """
-        from msc.explanation import explain_loaded
+        from msc.explanation import explain
 
-        if self._explainer is None:
-            found = explain_loaded(self, module)
-        elif module is None:
-            found = self._explainer.overview()
-        else:
-            found = self._explainer.why(module)
+        found = explain(self, self._explainer, module)
         if html is not None:
             found.save_html(html)
         return found

@@ -4,7 +4,7 @@
 `why` asks the search for the alternatives, `text` and `page` show them.
 """
 
-from msc.explanation.explain import Explainer, explain_loaded
+from msc.explanation.explain import Explainer, explain
 from msc.explanation.facts import Explanation
 
-__all__ = ["Explainer", "Explanation", "explain_loaded"]
+__all__ = ["Explainer", "Explanation", "explain"]

@@ -27,7 +27,7 @@ class Explainer:
     def __init__(self, unit: Compilation, module: nn.Module, report: CompileReport) -> None:
         self._unit = unit
         self._report = report
-        self._overview = Overview(unit, module, report.fallbacks)
+        self._overview = Overview(unit, module)
 
     def overview(self) -> Explanation:
         """Every module with its placements and collectives."""
@@ -60,6 +60,13 @@ class Explainer:
         )
 
 
+def explain(program: Program, explainer: Explainer | None, module: str | None) -> Explanation:
+    """Explain a program; it has no explainer if it was loaded."""
+    if explainer is None:
+        return _explain_loaded(program, module)
+    return explainer.overview() if module is None else explainer.why(module)
+
+
 _LOADED = (
     "This program was loaded: it has its graphs and its plan, but neither the model nor the "
     "search. Activations, the collectives of each module and the alternatives are explained by the "
@@ -67,7 +74,7 @@ _LOADED = (
 )
 
 
-def explain_loaded(program: Program, module: str | None) -> Explanation:
+def _explain_loaded(program: Program, module: str | None) -> Explanation:
     """What a loaded program can say: where parameters lie, and what is sent in a step."""
     if module is not None:
         raise UserError(f"Why '{module}' lies as it does cannot be said. {_LOADED}")

@@ -40,8 +40,8 @@ class Value:
 class Communication:
     """A collective of a layer.
 
-    nbytes: of the whole value, of one micro-batch; cost: modelled, of one call; calls: per step of
-    one rank that holds all the layers. why: which two ops disagree about the value's state.
+    nbytes: of the whole value, of one micro-batch; cost: modelled, of one call; calls: per step, in
+    each of the equal `layers`. why: which two ops disagree about the value's state.
     """
 
     kind: str
@@ -50,7 +50,13 @@ class Communication:
     nbytes: int
     cost: float
     calls: int
+    layers: int
     why: str
+
+    @property
+    def times(self) -> str:
+        """How often it runs: `2x per step and layer`."""
+        return f"{self.calls}x per step" + (" and layer" if self.layers > 1 else "")
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,10 @@ Readers = dict[Tensor, list[fx.Node]]
 
 @dataclass
 class Overview:
-    """The parts of a compilation; `module` is the user's, for the names of classes.
-
-    fallbacks: the report's, each a line that begins with the module.
-    """
+    """The parts of a compilation; `module` is the user's, for the names of classes."""
 
     unit: Compilation
     module: nn.Module
-    fallbacks: tuple[str, ...]
 
     def parts(self) -> tuple[Part, ...]:
         """Every distinct block, in the order in which the model runs them."""
@@ -142,7 +138,8 @@ class Overview:
         nodes = {node.name: node for node in gm.graph.nodes}
         readers, base = readers_of(gm), self.base(name)
         programs = self.unit.differentiated[name]
-        calls = self.unit.structure.counts[name] * self.unit.settings.micro_batches
+        layers = self.unit.structure.counts[name]
+        calls = self.unit.settings.micro_batches
         for phase, graph in (("forward", programs.forward), ("backward", programs.backward)):
             for node in graph.graph.nodes if graph is not None else ():
                 kind = collective_kind(node)
@@ -159,7 +156,7 @@ class Overview:
                 size = payload_bytes(node)
                 group = str(node.args[-1])
                 cost = collective_cost(kind, size, group, self.cost, self.unit.settings.mesh)
-                yield home, Communication(kind, group, phase, size, cost, calls, why)
+                yield home, Communication(kind, group, phase, size, cost, calls, layers, why)
 
     @property
     def cost(self) -> CostModel:

@@ -151,7 +151,7 @@ def _chips(value: Value) -> str:
 
 def _communication(one: Communication, explanation: Explanation) -> str:
     cost = f"{cost_text(one.cost, explanation.cluster)} {cost_unit(explanation)}"
-    text = f"{one.phase} · {bytes_text(one.nbytes)} · {cost} · {one.calls}\u00d7 per step"
+    text = f"{one.phase} · {bytes_text(one.nbytes)} · {cost} · {one.times}"
     return (
         f'<div class="sent {escape(one.phase)}"><span class="link">&#8644;</span>'
         f"<div><b>{escape(one.kind)}</b> over <b>{escape(one.axis)}</b> "

@@ -104,7 +104,7 @@ def _part(part: Part, explanation: Explanation) -> Iterator[str]:
             yield f"{pad[2:]}{module.path}" + (f"  {module.kind}" if module.kind else "")
         yield from (pad + row for row in rows)
         for one in module.communications:
-            yield f"{pad}> {sent(one, explanation)}, {one.calls}x per step"
+            yield f"{pad}> {sent(one, explanation)}, {one.times}"
             yield f"{pad}    {one.why}"
 
 
@@ -144,7 +144,7 @@ def _reasons(reasons: Reasons, explanation: Explanation) -> Iterator[str]:
         yield ""
         yield "  collectives"
     for one in reasons.communications:
-        yield f"    {sent(one, explanation)}, {one.calls}x per step"
+        yield f"    {sent(one, explanation)}, {one.times}"
         yield f"      {one.why}"
     yield ""
     yield "  fallbacks" if reasons.fallbacks else f"  {NO_FALLBACK}"

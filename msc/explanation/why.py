@@ -19,6 +19,7 @@ from msc.passes.sharding.calls import is_call
 from msc.passes.sharding.placing import Placing
 from msc.passes.sharding.rule import Strategy
 from msc.passes.sharding.search import Placed
+from msc.report import fallback
 
 _SMALL = 8
 """Calls of a module up to which all of them are priced; of more, only the products."""
@@ -53,6 +54,12 @@ class Why:
         choices, unpriced = self._choices(chosen)
         titles = dict.fromkeys(self.overview.title(each.block) for each in chosen)
         placed = self.unit.placed
+        concerned = [
+            node
+            for each in chosen
+            for node in (*each.calls, *(u for p in each.parameters for u in p.users))
+            if is_call(node)
+        ]
         return Reasons(
             path,
             ", ".join(titles),
@@ -65,7 +72,7 @@ class Why:
                 for home, communication in self.overview.communications(each.block)
                 if _inside(home, each.path) and each.calls
             ),
-            tuple(line for each in chosen for line in self._fallbacks(each)),
+            tuple(filter(None, dict.fromkeys(fallback(self.unit, node) for node in concerned))),
             unpriced,
         )
 
@@ -175,11 +182,6 @@ class Why:
             except PlanError:
                 self._costs[node, option] = None
         return self._costs[node, option]
-
-    def _fallbacks(self, selection: Selection) -> Iterator[str]:
-        for line in self.overview.fallbacks:
-            if _inside(line.split(":")[0], selection.path):
-                yield line
 
 
 @dataclass(frozen=True)

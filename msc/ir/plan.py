@@ -16,7 +16,8 @@
 A state is `"R"` or `"R~"` where the value is whole, else the JSON of its placement
 (`msc.ir.encoding`). A block is planned once for all its instances; the placeholders that stand for
 parameters have the state that `parameters` says. `outputs` are the states in which other blocks
-read a block's results, null where none does. Dtypes are left out: a plan holds in any precision.
+read a block's results, null where none does. Dtypes are left out: where the ops are the same, a
+plan holds in another precision.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Values of a model are found again by their place: block by block, call by call.
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -160,8 +161,10 @@ def _block_differences(planned: PlannedBlock, here: PlannedBlock) -> Iterator[st
         matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
         for tag, i, k, j, m in matcher.get_opcodes():
             if tag != "equal":
-                there, model = (", ".join(part) or "nothing" for part in (left[i:k], right[j:m]))
-                yield f"{where}: the plan has {there}, the model {model}"
+                for there, model in itertools.zip_longest(
+                    left[i:k], right[j:m], fillvalue="nothing"
+                ):
+                    yield f"{where}: the plan has {there}, the model {model}"
 
 
 @dataclass

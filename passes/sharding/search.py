@@ -408,7 +408,7 @@ class _Program:
                     f"No placement over '{self.axis.name}' (size {self.axis.size}) was found: "
                     f"{result.message} Use a smaller axis."
                 )
-            cost = float(costs @ np.round(result.x))
+            cost = math.fsum(costs * np.round(result.x))  # the same in whatever order they stand
             if cost < bound or best is None:
                 best, bound = result.x, cost
             fixed = costs > bound
