@@ -225,7 +225,8 @@ def test_a_product_that_is_whole_though_it_could_be_split_says_why() -> None:
     fallbacks = program.explain("h.0.up").reasons
     assert fallbacks is not None
     assert fallbacks.fallbacks == (
-        "h.0.up: msc.linear runs whole on every tp rank: splitting it would cost more than it saves",
+        "h.0.up: msc.linear runs whole on every tp rank: splitting it would cost more than it "
+        "saves",
     )
 
 
