@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from msc.ir.placement import Partial as Partial
     from msc.ir.placement import Replicate as Replicate
     from msc.ir.placement import Shard as Shard
+    from msc.ir.plan import Plan as Plan
     from msc.program import load as load
     from msc.trainer import Trainer as Trainer
     from msc.verification import verify as verify
@@ -47,6 +48,7 @@ PUBLIC = {
     "Shard": "msc.ir.placement:Shard",
     "Replicate": "msc.ir.placement:Replicate",
     "Partial": "msc.ir.placement:Partial",
+    "Plan": "msc.ir.plan:Plan",
     "Cluster": "msc.cost:Cluster",
     "AdamW": "msc.ir.optimizer:AdamW",
     "Trainer": "msc.trainer:Trainer",

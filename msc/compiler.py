@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import fx, nn
 
 from msc.capture import Captured, capture
 from msc.cost import Cluster, CostModel
+from msc.explanation import Explainer
 from msc.ir import flags
 from msc.ir.errors import PlanError, UserError
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
@@ -19,11 +21,14 @@ from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
 from msc.ir.passes import Pass
 from msc.ir.placement import Shard
+from msc.ir.plan import Plan
 from msc.ir.structure import output_nodes
 from msc.passes.compilation import Compilation, Settings
 from msc.passes.pipelines import TRAIN
 from msc.passes.schedules import schedule_of
 from msc.passes.sharding.batch import NotSeparableError
+from msc.passes.sharding.pins import match_pins, parse_pins
+from msc.passes.sharding.plan_of import plan_of
 from msc.program import BACKENDS, Program
 from msc.report import make_report
 
@@ -45,6 +50,8 @@ def compile(
     passes: Mapping[str, Pass | Sequence[Pass]] | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     backend: str = "aten",
+    pins: Mapping[str, Mapping[str, Any]] | None = None,
+    plan: Plan | str | Path | None = None,
 ) -> Program:
     """Compile a single-device model into one program per rank of `mesh`.
 
@@ -65,26 +72,34 @@ def compile(
         passes: `{"before:cut": MyPass()}`: the user's own passes, with their place in the pipeline.
         batch_dims: input name -> batch dim or None, where dim 0 of equal length is not it.
         backend: "aten", or "inductor" to compile the chunk graphs with torch's Inductor.
+        pins: `{"layers.*.q_proj.weight": {"tp": msc.Shard(0)}}`: placements, msc's or torch's, that
+            the search must keep, by patterns of parameter names.
+        plan: `program.plan` of an earlier compilation, or the file where it was saved: placements
+            are taken from it, and nothing is searched.
 
     Raises:
         CaptureError: the model is not one graph; names the user's line.
-        PlanError: mesh, batch, schedule or memory do not fit; says which number to change.
+        PlanError: mesh, batch, schedule, memory, pins or plan do not fit; says what to change.
     """
     settings = _settings(mesh, microbatches, schedule, optimizer, cluster)
     _check_backend(backend)
     dtype = _dtype(precision)
     pipeline = TRAIN.with_user_passes(passes or {})
+    wanted = parse_pins(pins, settings.mesh)
+    settings = replace(settings, plan=None if plan is None else Plan.load(plan))
     started = time.process_time()
     captured = capture(model, inputs, loss_fn=loss_fn, batch_dims=batch_dims, dtype=dtype)
     seconds = time.process_time() - started
     check_batch(captured, settings)
+    aliases = {name: (name, *info.aliases) for name, info in captured.parameters.items()}
+    settings = replace(settings, pinned=match_pins(wanted, aliases))
     notes = list(captured.notes)
     unit = new_unit(captured, settings)
     try:
         pipeline.run(unit)
     except NotSeparableError as error:
         notes.append(_not_separable(error))
-        settings = replace_separable(settings)
+        settings = replace(settings, separable=False)
         part = per_micro_batch(captured, inputs, microbatches)
         again = capture(model, part, loss_fn=loss_fn, batch_dims=batch_dims, dtype=dtype)
         unit = new_unit(again, settings, captured)
@@ -112,6 +127,8 @@ def compile(
         backend=backend,
         report=report,
         source=captured,
+        plan=plan_of(unit.structure, unit.placed, settings.mesh),
+        explainer=Explainer(unit, captured.module, report),
         pass_results=unit.dump,
     )
     _check_memory(program, memory)
@@ -172,16 +189,11 @@ def new_unit(captured: Captured, settings: Settings, whole: Captured | None = No
     dims = {info.name: info.batch_dim for info in captured.inputs}
     unit = Compilation(
         captured.graph,
-        Settings(**{**settings.__dict__, "batch_dims": dims}),
+        replace(settings, batch_dims=dims),
         captured.graph.meta["fake_mode"],
     )
     unit.input_shapes = {info.name: info.shape for info in (whole or captured).inputs}
     return unit
-
-
-def replace_separable(settings: Settings) -> Settings:
-    """The same settings for a model whose loss is taken per micro-batch."""
-    return Settings(**{**settings.__dict__, "separable": False})
 
 
 def per_micro_batch(captured: Captured, inputs: Any, microbatches: int) -> Any:

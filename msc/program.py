@@ -19,6 +19,7 @@ from msc.ir.inline import inline
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout, rank_class
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
+from msc.ir.plan import Plan
 from msc.ir.printer import format_graph
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_memory import memory_bytes
@@ -30,6 +31,7 @@ from msc.saved_tensors import SavedTensors
 if TYPE_CHECKING:
     from msc.capture import Captured
     from msc.capture.inputs import InputSpec
+    from msc.explanation import Explainer, Explanation
 
 BACKENDS = ("aten", "inductor")
 
@@ -73,6 +75,8 @@ class Program:
         backend: str,
         report: CompileReport,
         source: Captured | Mapping[str, Tensor] | None,
+        plan: Plan,
+        explainer: Explainer | None = None,
         digests: Sequence[str] | None = None,
         pass_results: Dump | None = None,
     ) -> None:
@@ -90,6 +94,8 @@ class Program:
         self.separable = separable
         self.backend = backend
         self.report = report
+        self.plan = plan
+        self._explainer = explainer
         self._source = source
         self._digests = digests
         self._pass_results = pass_results
@@ -150,6 +156,20 @@ class Program:
     def memory_bytes(self) -> list[int]:
         """Predicted bytes of one rank of each class: state, gradients, and saved activations."""
         return [memory_bytes(graph) for graph in self.rank_graphs]
+
+    def explain(self, module: str | None = None, *, html: str | Path | None = None) -> Explanation:
+        """Say where everything lies and what is sent; of a module, layer or parameter: why.
+
+        Print the result; `html` writes it as one page. Why: the modelled cost of the best plan for
+        each other choice. A loaded program knows parameters and totals only, and says so.
+        `UserError` for a module that the model does not have.
+        """
+        from msc.explanation import explain
+
+        found = explain(self, self._explainer, module)
+        if html is not None:
+            found.save_html(html)
+        return found
 
     # -- values
 

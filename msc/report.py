@@ -156,27 +156,41 @@ def _replicated(unit: Compilation) -> list[str]:
 
 
 def _fallbacks(unit: Compilation) -> list[str]:
-    """Calls that tp does not split: GEMMs, and ops that have no rule."""
-    if unit.placed is None:
-        return []
+    """Calls that tp does not split, each once."""
+    nodes = (node for gm in unit.structure.blocks.values() for node in gm.graph.nodes)
+    lines = (fallback(unit, node) for node in nodes if is_call(node))
+    return [line for line in dict.fromkeys(lines) if line]
+
+
+def fallback(unit: Compilation, node: fx.Node) -> str:
+    """Why tp does not split a call that could be large: a GEMM, or an op that has no rule.
+
+    "" for every other call.
+    """
+    if unit.placed is None or unit.placed.strategies[node].factor is not None:
+        return ""
+    where = node.meta.get("module_path") or node.name
+    op = str(node.target).removesuffix(".default")
+    if rule_of(node) is None:
+        return f"{where}: {op} has no sharding rule; it runs whole on every tp rank"
+    if is_gemm(node.target):
+        return f"{where}: {op} runs whole on every tp rank: {_whole(unit, node)}"
+    return ""
+
+
+def _whole(unit: Compilation, node: fx.Node) -> str:
+    """Why a call runs whole."""
+    rule = rule_of(node)
+    assert rule is not None
+    assert unit.placing is not None
+    if any(s.factor is not None for s in unit.placing.candidates.strategies[node]):
+        if unit.settings.plan is not None:
+            return "the given plan says so"
+        pins = "under the pins, " if unit.settings.pinned else ""
+        return f"{pins}splitting it would cost more than it saves"
     size = unit.settings.mesh.axis_size("tp")
-    found: dict[str, None] = {}
-    for gm in unit.structure.blocks.values():
-        for node in gm.graph.nodes:
-            if not is_call(node) or unit.placed.strategies[node].factor is not None:
-                continue
-            rule = rule_of(node)
-            where = node.meta.get("module_path") or node.name
-            op = str(node.target).removesuffix(".default")
-            if rule is None:
-                found[f"{where}: {op} has no sharding rule; it runs whole on every tp rank"] = None
-            elif is_gemm(node.target):
-                lengths = ", ".join(str(n) for n in dict.fromkeys(factors(rule).values()) if n > 1)
-                found[
-                    f"{where}: {op} runs whole on every tp rank: tp={size} does not split it "
-                    f"evenly (dims {lengths})"
-                ] = None
-    return list(found)
+    lengths = ", ".join(str(n) for n in dict.fromkeys(factors(rule).values()) if n > 1)
+    return f"tp={size} does not split it evenly (dims {lengths})"
 
 
 _INSTEAD = {0: "samples", 2: "query positions"}

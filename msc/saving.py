@@ -1,7 +1,7 @@
 """Write a program to a folder and read it back: compile once, run on every rank.
 
-    program.json         mesh, layouts, inputs, options, report, digests
-    stage0.graphs.json   the rank graph of each class of ranks (`msc.ir.serialize`)
+    program.json         mesh, layouts, inputs, options, report, plan, digests
+    stage0.graphs.json   the graphs of each class of ranks (`msc.ir.serialize`)
     model.safetensors    whole parameters and buffers, if the model has values
 
 `program.json` is written last and removed first, so that a folder that has one is complete.
@@ -28,6 +28,7 @@ from msc.ir.errors import UserError
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
+from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_from_json, to_text
 from msc.program import Program, class_names
 from msc.report import CompileReport
@@ -92,6 +93,7 @@ def load_program(folder: str | Path, rank: int | None = None) -> Program:
         backend=data["backend"],
         report=_report(data["report"]),
         source=source,
+        plan=Plan.load(data["plan"]),
         digests=digests,
     )
     if program.fingerprint != data["fingerprint"]:
@@ -170,6 +172,7 @@ def describe(program: Program) -> dict[str, Any]:
         "separable": program.separable,
         "backend": program.backend,
         "report": {**program.report.to_json(), "search_cost": program.report.search_cost},
+        "plan": program.plan.to_json(),
         "has_values": program.has_values,
         "values_digest": program.values_digest,
         "state_names": sorted(_state(program)),

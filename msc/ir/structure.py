@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,3 +80,21 @@ def output_nodes(gm: fx.GraphModule) -> list[fx.Node]:
     values = gm.graph.output_node().args[0]
     assert isinstance(values, (tuple, list))
     return list(values)
+
+
+def layer_names(paths: Sequence[str]) -> str:
+    """Paths of equal blocks in short: `h.0-3, h.7`; "(model)" for the model itself."""
+    runs: list[tuple[str, int, int]] = []
+    for path in paths:
+        head, _, last = path.rpartition(".")
+        if last.isdecimal() and runs and runs[-1][0] == head and runs[-1][2] == int(last) - 1:
+            runs[-1] = (head, runs[-1][1], int(last))
+        elif last.isdecimal():
+            runs.append((head, int(last), int(last)))
+        else:
+            runs.append((path, -1, -1))
+    names = []
+    for head, first, last_number in runs:
+        numbers = str(first) if first == last_number else f"{first}-{last_number}"
+        names.append((head or "(model)") if first < 0 else f"{head}.{numbers}".lstrip("."))
+    return ", ".join(names)

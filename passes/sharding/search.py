@@ -127,6 +127,13 @@ def search(
     return _Program(structure, candidates, axis, model, num_micro_batches, share).solve()
 
 
+def priced(model: CostModel, structure: Structure, share: Callable[[Value], float]) -> CostModel:
+    """The cost model with a weight for a round of messages that suits the model's sizes."""
+    # a tenth of what passes from layer to layer: saving bytes by many small messages is no gain
+    # on any network, and a model of another size has the same best plan
+    return replace(model, message_bytes=_border_bytes(structure, share) / 10)
+
+
 def _border_bytes(structure: Structure, share: Callable[[Value], float]) -> float:
     """The largest value that one block passes to another, on one rank of dp and mb."""
     sizes = [0.0]
@@ -153,9 +160,7 @@ class _Program:
         self.structure = structure
         self.candidates = candidates
         self.axis = axis
-        # a tenth of what passes from layer to layer: saving bytes by many small messages is no
-        # gain on any network, and a model of another size has the same best plan
-        self.model = replace(model, message_bytes=_border_bytes(structure, share) / 10)
+        self.model = priced(model, structure, share)
         self.num_micro_batches = num_micro_batches
         self.share = share
         self.placeholder_states: dict[fx.Node, list[State]] = {}
@@ -227,6 +232,9 @@ class _Program:
             options += [(state, 0.0) for state in shards]
         else:
             options.append((REPLICATED, 0.0))
+        allowed = self.candidates.allowed.get(node)
+        if allowed is not None:
+            options = [option for option in options if option[0] in allowed]
         self.choice[node] = [self._variable(cost * weight, binary=True) for _, cost in options]
         self._row([(v, 1.0) for v in self.choice[node]], 1, 1)
         states = self.producers.setdefault((node, 0), {})
@@ -345,7 +353,7 @@ class _Program:
     def _loss(self) -> None:
         """The loss ends replicated or as a sum over the axis; its gradient's seed is one then."""
         value = self._loss_value()
-        ends = {state: [self._variable(0.0, binary=True)] for state in (REPLICATED, PARTIAL)}
+        ends = {state: [self._variable(0.0, binary=True)] for state in self.candidates.loss}
         self._row([(v, 1.0) for (v,) in ends.values()], 1, 1)
         self.loss_choice = {state: variable for state, (variable,) in ends.items()}
         self._flow(value, ends, 1)
@@ -399,7 +407,7 @@ class _Program:
                     f"No placement over '{self.axis.name}' (size {self.axis.size}) was found: "
                     f"{result.message} Use a smaller axis."
                 )
-            cost = float(costs @ np.round(result.x))
+            cost = math.fsum(costs * np.round(result.x))  # the same in whatever order they stand
             if cost < bound or best is None:
                 best, bound = result.x, cost
             fixed = costs > bound
