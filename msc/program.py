@@ -39,13 +39,15 @@ class StepResult:
     """One step of all ranks, put together.
 
     loss: of the global batch; grads, params: whole tensors by name (params after the optimizer's
-    step, if there is an optimizer); state: what the next step starts from.
+    step, if there is an optimizer); state: what the next step starts from; grad_norm: the
+    global norm of `grads`, which are those before clipping, if the optimizer clips.
     """
 
     loss: Tensor
     grads: dict[str, Tensor]
     params: dict[str, Tensor]
     state: list[RankState] = field(repr=False)
+    grad_norm: Tensor | None = None
 
 
 class Program:
@@ -295,7 +297,7 @@ class Program:
             ).clone()
             if all(name in gradient_maps[r] for r in owners):
                 grads[name] = layout.whole([gradient_maps[r][name] for r in owners], self.mesh)
-        return StepResult(outputs[0]["loss"], grads, params, state)
+        return StepResult(outputs[0]["loss"], grads, params, state, outputs[0].get("grad_norm"))
 
     def state_dict(
         self, params: Mapping[str, Tensor] | StepResult | None = None

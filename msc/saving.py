@@ -159,7 +159,7 @@ def describe(program: Program) -> dict[str, Any]:
         "inputs": [{**_shaped_data(i), "batch_dim": i.batch_dim} for i in program.inputs],
         "input_spec": _input_spec_data(program.input_spec),
         "dtype": encode(program.dtype),
-        "optimizer": None if program.optimizer is None else asdict(program.optimizer),
+        "optimizer": _optimizer_data(program.optimizer),
         "micro_batches": program.micro_batches,
         "separable": program.separable,
         "backend": program.backend,
@@ -168,6 +168,12 @@ def describe(program: Program) -> dict[str, Any]:
         "values_digest": program.values_digest,
         "state_names": sorted(_state(program)),
     }
+
+
+def _optimizer_data(optimizer: AdamW | None) -> dict[str, Any] | None:
+    if optimizer is None:
+        return None
+    return {name: encode(value) for name, value in asdict(optimizer).items()}
 
 
 def _state(program: Program) -> dict[str, Tensor]:
@@ -254,7 +260,7 @@ def _input_spec(data: Mapping[str, Any]) -> InputSpec:
 
 
 def _optimizer(data: Mapping[str, Any] | None) -> AdamW | None:
-    return None if data is None else AdamW(**{**data, "betas": tuple(data["betas"])})
+    return None if data is None else AdamW(**{n: _decode(v) for n, v in data.items()})
 
 
 def _report(data: Mapping[str, Any]) -> CompileReport:

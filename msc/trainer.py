@@ -30,6 +30,8 @@ class Trainer:
     process does.
 
     losses: the loss of every step so far, of the whole global batch, equal on all ranks.
+    grad_norms: the global norm of each step's gradients before clipping; empty unless the optimizer
+        clips (`max_norm`).
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Trainer:
         """
         self.program = program
         self.losses: list[float] = []
+        self.grad_norms: list[float] = []
         self._log = log
         self._evaluation: tuple[fx.GraphModule, ProcessExecutor] | None = None
         self._job = join(program.mesh, device, timedelta(seconds=timeout_s))
@@ -101,7 +104,7 @@ class Trainer:
     # -- running
 
     def fit(self, steps: int) -> None:
-        """Take `steps` more steps, and add their losses to `losses`.
+        """Take `steps` more steps, and add their losses to `losses` (and norms to `grad_norms`).
 
         Raises `InputError` if the data ends before, or a batch is not what was compiled for;
         `CommunicationError`, which names this rank, the step and the ranks that are silent, if
@@ -126,6 +129,8 @@ class Trainer:
                     loss = float(outputs["loss"])
                 advance(self._state, self._graph, outputs)
                 self.losses.append(loss)
+                if "grad_norm" in outputs:
+                    self.grad_norms.append(float(outputs["grad_norm"]))
                 progress.step(self.step, loss)
 
     def evaluate(self, data: Data, steps: int | None = None) -> float:

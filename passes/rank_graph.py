@@ -22,11 +22,12 @@ from torch import fx
 
 from msc.cost.flops import nbytes
 from msc.ir import actions
-from msc.ir.placement import Partial
+from msc.ir.placement import Partial, Shard
 from msc.ir.structure import placeholders
 from msc.ir.torch_private import lazy_graph_module
 from msc.passes.chunks import Chunk, Key
 from msc.passes.compilation import Compilation
+from msc.passes.optimizer_step import adamw_step, clip
 from msc.passes.schedules import Step, schedule_of
 
 c10d = torch.ops._c10d_functional
@@ -340,29 +341,33 @@ class _Builder:
 
     def _optimizer(self, gradients: dict[str, fx.Node]) -> dict[str, Any]:
         spec = self.settings.optimizer
-        if spec is None or not gradients:
+        if spec is None:
             return {}
-        names = list(gradients)
-        nodes = [self.parameters[name] for name in names]
+        clipping, scale = {}, None
+        if spec.max_norm is not None:
+            copies = [self._copies(name) for name in gradients]
+            norm, scale = clip(
+                self._act, list(gradients.values()), copies, spec.max_norm, self.unit
+            )
+            clipping = {"grad_norm": norm}
+        if not gradients:
+            return clipping
+        nodes = [self.parameters[name] for name in gradients]
         moments = [
-            [self.inputs["optimizer", f"{moment}.{name}"] for name in names]
+            [self.inputs["optimizer", f"{moment}.{name}"] for name in gradients]
             for moment in ("first_moment", "second_moment")
         ]
-        vals = tuple(node.meta["val"] for node in nodes)
-        call = self._act(
-            actions.adamw,
-            nodes,
-            [gradients[name] for name in names],
-            *moments,
-            self.inputs["step", ""],
-            spec.lr,
-            spec.betas,
-            spec.eps,
-            [spec.weight_decay] * len(names),
-            val=(vals, vals, vals),
+        step = self.inputs["step", ""]
+        return clipping | adamw_step(
+            self._act, spec, nodes, list(gradients.values()), moments, step, scale
         )
-        keys = ("parameters", "first_moments", "second_moments")
-        return {key: self._pick(call, index) for index, key in enumerate(keys)}
+
+    def _copies(self, name: str) -> int:
+        """On how many ranks that differ in pp and tp the gradient of a parameter stands."""
+        stages = len(self.unit.stages_of[name])
+        state = self.unit.parameter_states[name].get("tp")
+        sharded = state is not None and isinstance(state.value, Shard)
+        return stages if sharded else stages * self.settings.mesh.axis_size("tp")
 
 
 def _values(gm: fx.GraphModule) -> tuple[Any, ...]:

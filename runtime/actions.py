@@ -74,6 +74,16 @@ class LocalActions:
         parts = torch.split(bucket, [size.numel() for size in sizes])
         return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True))
 
+    @staticmethod
+    def squared_norm(values: MaybeTensors, copies: Sequence[int]) -> Tensor:
+        """The sum of all squares in float64, `values[i]` counted one over `copies[i]`."""
+        parts = [
+            torch.linalg.vector_norm(value, dtype=torch.float64).square() / count
+            for value, count in zip(values, copies, strict=True)
+            if value is not None
+        ]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+
     adamw = staticmethod(adamw)
 
 
