@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import fx, nn
 
 from msc.capture import Captured, capture
 from msc.cost import Cluster, CostModel
+from msc.initialization import Recipe, recipe_of
 from msc.ir import flags
 from msc.ir.errors import PlanError, UserError
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
@@ -28,6 +30,7 @@ from msc.program import BACKENDS, Program
 from msc.report import make_report
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+MIXED = "bf16-mixed"
 
 
 def compile(
@@ -49,7 +52,8 @@ def compile(
     """Compile a single-device model into one program per rank of `mesh`.
 
     Args:
-        model: any trainable module, with no distributed code in it; may be on `meta`.
+        model: any trainable module, with no distributed code in it; may be on `meta`, with
+            `msc.init(model, seed)` to say how it starts.
         inputs: the global batch of one step, a tuple (positional) or dict (keywords); real, fake or
             meta tensors. The program takes batches of exactly these shapes.
         mesh: `"pp=2,dp=2,tp=2"`, a dict, or `msc.Mesh`; one rank if left out.
@@ -60,8 +64,9 @@ def compile(
         schedule: "1f1b" or "gpipe".
         cluster: an `msc.Cluster`, a mapping or a JSON file; costs are then seconds on it.
         memory: bytes per rank that parameters, gradients, optimizer state and activations may take.
-        precision: "float32", "float64" or "bfloat16": the dtype of parameters and floating inputs;
-            None keeps the model's own.
+        precision: "float32", "float64" or "bfloat16": the dtype of parameters, moments, gradients
+            and floating inputs; None keeps the model's own. "bf16-mixed" computes in bfloat16 with
+            parameters, moments, sums and reductions of gradients, and the optimizer in float32.
         passes: `{"before:cut": MyPass()}`: the user's own passes, with their place in the pipeline.
         batch_dims: input name -> batch dim or None, where dim 0 of equal length is not it.
         backend: "aten", or "inductor" to compile the chunk graphs with torch's Inductor.
@@ -72,13 +77,15 @@ def compile(
     """
     settings = _settings(mesh, microbatches, schedule, optimizer, cluster)
     _check_backend(backend)
-    dtype = _dtype(precision)
+    dtype, master = _dtype(precision)
+    settings = replace(settings, master=master)
     pipeline = TRAIN.with_user_passes(passes or {})
     started = time.process_time()
     captured = capture(model, inputs, loss_fn=loss_fn, batch_dims=batch_dims, dtype=dtype)
     seconds = time.process_time() - started
     check_batch(captured, settings)
-    notes = list(captured.notes)
+    recipe = _recipe(model, captured)
+    notes = [*captured.notes, *_buffers_without_values(captured, recipe)]
     unit = new_unit(captured, settings)
     try:
         pipeline.run(unit)
@@ -105,15 +112,18 @@ def compile(
         inputs=tuple(InputLayout(i.name, i.shape, i.dtype, i.batch_dim) for i in captured.inputs),
         input_spec=captured.input_spec,
         dtype=dtype,
+        master=master,
         optimizer=optimizer,
         micro_batches=microbatches,
         separable=settings.separable,
         backend=backend,
         report=report,
         source=captured,
+        recipe=recipe,
         pass_results=unit.dump,
     )
     _check_memory(program, memory)
+    _check_values(program)
     return program
 
 
@@ -143,12 +153,16 @@ def _check_backend(backend: str) -> None:
         raise UserError(f"Backend '{backend}' is unknown. The backends are {', '.join(BACKENDS)}.")
 
 
-def _dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
+def _dtype(precision: str | torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtype to compute in, and that of the parameters if it is another one."""
+    if precision == MIXED:
+        return torch.bfloat16, torch.float32
     if precision is None or precision in DTYPES.values():
-        return precision  # type: ignore[return-value]
+        return precision, None  # type: ignore[return-value]
     if not isinstance(precision, str) or precision not in DTYPES:
-        raise PlanError(f"precision is {precision!r}; it is one of {', '.join(DTYPES)}, or None.")
-    return DTYPES[precision]
+        names = ", ".join([*DTYPES, MIXED])
+        raise PlanError(f"precision is {precision!r}; it is one of {names}, or None.")
+    return DTYPES[precision], None
 
 
 def check_batch(captured: Captured, settings: Settings) -> None:
@@ -231,6 +245,42 @@ def _parameters(captured: Captured, unit: Compilation) -> dict[str, ParameterLay
             tuple(unit.stages_of.get(name, ())),
         )
     return layouts
+
+
+def _recipe(model: nn.Module, captured: Captured) -> Recipe | None:
+    """What `msc.init` has attached to the model, of the tensors that a program can ask for."""
+    recipe = recipe_of(model)
+    if recipe is None:
+        return None
+    aliases = (n for info in captured.parameters.values() for n in (info.name, *info.aliases))
+    return recipe.only({*aliases, *captured.buffers, *model.state_dict()})
+
+
+def _buffers_without_values(captured: Captured, recipe: Recipe | None) -> list[str]:
+    """The note on a model on 'meta' that nobody has said how to initialize."""
+    names = [name for name in captured.buffers if captured.read_buffer(name) is None]
+    if not names or recipe is not None:
+        return []
+    return [
+        "These buffers have no values, since the model is on 'meta': "
+        f"{', '.join(names)}. msc.init(model, seed) says what they and the parameters are."
+    ]
+
+
+def _check_values(program: Program) -> None:
+    """Refuse a program whose recipe, if it has one, leaves out what the loss reads."""
+    if program.recipe is None or program.has_values:
+        return
+    lines = [
+        f"  {name}: {program.recipe.missing.get(name, 'it is a constant of the model, on meta')}"
+        for name in program.without_values()
+    ]
+    raise UserError(
+        "The loss reads these buffers, whose values are not known, since they were computed on "
+        "'meta':\n" + "\n".join(lines) + "\n"
+        "Give a function for each, msc.init(model, seed, init={name: lambda shape, dtype: ...}), "
+        "or build the model with real buffers."
+    )
 
 
 def _check_memory(program: Program, memory: int | None) -> None:

@@ -2,7 +2,7 @@
 
     program.json         mesh, layouts, inputs, options, report, digests
     stage0.graphs.json   the rank graph of each pipeline stage (`msc.ir.serialize`)
-    model.safetensors    whole parameters and buffers, if the model has values
+    model.safetensors    whole parameters and buffers that have values; not what `msc.init` draws
 
 `program.json` is written last and removed first, so that a folder that has one is complete.
 """
@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from msc.capture.inputs import InputInfo, InputSpec
+from msc.initialization import recipe_from_json
 from msc.ir.dump import make_folder
 from msc.ir.encoding import Decoder, encode
 from msc.ir.errors import UserError
@@ -70,7 +71,7 @@ def load_program(folder: str | Path, rank: int | None = None) -> Program:
     data = _read_description(path)
     digests: list[str] = data["stages"]
     source = None
-    if data["has_values"]:
+    if data["has_tensors"]:
         source = SavedTensors(path / TENSORS, data["state_names"], data["values_digest"])
     graphs = SavedGraphs(path, digests)
     program = Program(
@@ -82,12 +83,14 @@ def load_program(folder: str | Path, rank: int | None = None) -> Program:
         inputs=tuple(InputLayout(*_shaped(i), i["batch_dim"]) for i in data["inputs"]),
         input_spec=_input_spec(data["input_spec"]),
         dtype=_decode(data["dtype"]),
+        master=_decode(data["master"]),
         optimizer=_optimizer(data["optimizer"]),
         micro_batches=data["micro_batches"],
         separable=data["separable"],
         backend=data["backend"],
         report=_report(data["report"]),
         source=source,
+        recipe=None if data["recipe"] is None else recipe_from_json(data["recipe"]),
         digests=digests,
     )
     if program.fingerprint != data["fingerprint"]:
@@ -159,12 +162,14 @@ def describe(program: Program) -> dict[str, Any]:
         "inputs": [{**_shaped_data(i), "batch_dim": i.batch_dim} for i in program.inputs],
         "input_spec": _input_spec_data(program.input_spec),
         "dtype": encode(program.dtype),
+        "master": encode(program.master),
         "optimizer": _optimizer_data(program.optimizer),
         "micro_batches": program.micro_batches,
         "separable": program.separable,
         "backend": program.backend,
         "report": {**program.report.to_json(), "search_cost": program.report.search_cost},
-        "has_values": program.has_values,
+        "has_tensors": bool(_stored(program)),
+        "recipe": None if program.recipe is None else program.recipe.to_json(),
         "values_digest": program.values_digest,
         "state_names": sorted(_state(program)),
     }
@@ -174,6 +179,22 @@ def _optimizer_data(optimizer: AdamW | None) -> dict[str, Any] | None:
     if optimizer is None:
         return None
     return {name: encode(value) for name, value in asdict(optimizer).items()}
+
+
+def _stored(program: Program) -> dict[str, str]:
+    """Name -> kind of the tensors that are written: those that no recipe draws."""
+    if not program.has_values:
+        return {}
+    drawn = program.recipe.draws if program.recipe is not None else {}
+    names = dict.fromkeys(program.parameters, "parameter") | dict.fromkeys(
+        program.buffers, "buffer"
+    )
+    names |= {name: "state" for name in _state(program) if name not in names}
+    return {
+        name: kind
+        for name, kind in names.items()
+        if kind == "state" or name not in drawn or program.stored(kind, name) is not None
+    }
 
 
 def _state(program: Program) -> dict[str, Tensor]:
@@ -301,11 +322,12 @@ def _write(file: Path, text: str) -> None:
 
 def _save_tensors(program: Program, file: Path) -> None:
     part = file.with_name(file.name + ".part")
-    if not program.has_values:
+    names = _stored(program)
+    if not names:
         file.unlink(missing_ok=True)
         return
-    tensors = {name: program.read_parameter(name) for name in program.parameters}
-    tensors |= {name: program.read_buffer(name) for name in program.buffers}
+    read = {"parameter": program.read_parameter, "buffer": program.read_buffer}
+    tensors = {name: read[kind](name) for name, kind in names.items() if kind in read}
     tensors |= {n: v for n, v in _state(program).items() if n not in tensors}
     # copies: the file format takes no two names of one memory
     save_file({n: v.detach().cpu().contiguous().clone() for n, v in tensors.items()}, part)

@@ -15,7 +15,7 @@ from msc.batches import Batches, Data, samples_and_tokens
 from msc.gathering import gather_whole
 from msc.ir.errors import CommunicationError, InputError, PlanError
 from msc.passes.forward_only import forward_only
-from msc.program import Program, advance
+from msc.program import Program
 from msc.progress import Log, TrainingProgress
 from msc.ranks import is_lost_peer, join
 from msc.runtime.process import Backend, ProcessExecutor
@@ -127,7 +127,7 @@ class Trainer:
                     inputs = self._batches.need(self.step, last)
                     outputs = self._executor.run(self._state.arguments(self._graph, inputs))
                     loss = float(outputs["loss"])
-                advance(self._state, self._graph, outputs)
+                self._state.advance(self._graph, outputs)
                 self.losses.append(loss)
                 if "grad_norm" in outputs:
                     self.grad_norms.append(float(outputs["grad_norm"]))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from msc.capture import Captured, capture
+from msc.capture.captured import has_values
 from msc.capture.loss import LossFunction, LossModule
 from msc.compiler import compile as compile_program
 from msc.compiler import per_micro_batch
@@ -78,7 +79,7 @@ def verify(
     loss, grads = reference.run(inputs, seed=seed)
     scale = largest(grads.values())
     names = [n for n, layout in program.parameters.items() if layout.trainable]
-    dtypes = {loss.dtype, *(program.dtype_of(program.parameters[name]) for name in names)}
+    dtypes = {loss.dtype, *(program.parameters[name].dtype for name in names)}
     tolerance = max(TOLERANCE.get(dtype, 1e-5) for dtype in dtypes)
     floor = _HALF_FLOOR if tolerance > TOLERANCE[torch.float32] else _FLOOR
     grad_errors = {
@@ -183,6 +184,7 @@ class Reference:
         values = {}
         for name, layout in self.program.parameters.items():
             value = given[name] if given is not None else self.program.read_parameter(name)
+            (value,) = self.program.cast([value])  # what the chunks compute with
             values[name] = value.detach().clone().requires_grad_(layout.trainable)
         return values
 
@@ -230,8 +232,10 @@ def eager_errors(
 ) -> dict[str, float]:
     """The captured graph before normalization against the module, in the module's own dtype.
 
-    A model that drops out is compared in eval mode.
+    A model that drops out is compared in eval mode; nothing is compared of a model on `meta`.
     """
+    if not all(map(has_values, (*model.parameters(), *model.buffers()))):
+        return {}
     modes = {module: module.training for module in model.modules()}
     try:
         captured = capture(model, inputs, loss_fn=loss_fn, batch_dims=batch_dims)

@@ -204,12 +204,6 @@ def _finish(captured: Captured) -> None:
     functionalize(captured.graph)
     remove_dead_code(captured.graph)
     captured.graph.recompile()
-    without_values = [name for name in captured.buffers if captured.read_buffer(name) is None]
-    if without_values:
-        captured.notes.append(
-            "These buffers have no values, since the model is on 'meta': "
-            f"{', '.join(without_values)}. Their values must be given before the program runs."
-        )
     reached = reaching_parameters(captured.graph)
     unused = [
         name

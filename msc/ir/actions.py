@@ -65,10 +65,10 @@ def wait(token: Any) -> Any:
 
 
 @_action
-def accumulate(total: Sequence[Any] | None, parts: Sequence[Any]) -> Any:
+def accumulate(total: Sequence[Any] | None, parts: Sequence[Any], dtype: Any = None) -> Any:
     """`total + parts`, tensor by tensor; the result reuses `total`. None as total starts a sum.
 
-    A part that is None adds nothing.
+    A part that is None adds nothing. With `dtype`, sums are of it, and parts may be of a lower one.
     """
     return _executed_only("accumulate")
 

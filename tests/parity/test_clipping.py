@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 
 import msc
 from msc.ir import actions
-from msc.program import Program, StepResult
+from msc.program import Program
+from msc.step_result import StepResult
 from msc.verification import Reference
 from tests import models
 from tests.parity.captures import capture_once as capture_once
