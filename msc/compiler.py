@@ -86,6 +86,7 @@ def compile(
     check_batch(captured, settings)
     recipe = _recipe(model, captured)
     notes = [*captured.notes, *_buffers_without_values(captured, recipe)]
+    notes += _written_buffers(captured)
     unit = new_unit(captured, settings)
     try:
         pipeline.run(unit)
@@ -108,7 +109,7 @@ def compile(
         rank_graphs=unit.rank_graphs,
         chunk_graphs=unit.chunk_graphs,
         parameters=_parameters(captured, unit),
-        buffers={n: BufferLayout(n, b.shape, b.dtype) for n, b in captured.buffers.items()},
+        buffers=_buffers(captured, unit),
         inputs=tuple(InputLayout(i.name, i.shape, i.dtype, i.batch_dim) for i in captured.inputs),
         input_spec=captured.input_spec,
         dtype=dtype,
@@ -211,12 +212,12 @@ def per_micro_batch(captured: Captured, inputs: Any, microbatches: int) -> Any:
 
 def scale_loss(gm: fx.GraphModule, microbatches: int) -> None:
     """Divide the loss by the number of micro-batches: their mean is the loss of the step."""
-    (loss,) = output_nodes(gm)
+    loss, *buffers = output_nodes(gm)
     output = gm.graph.output_node()
     with gm.graph.inserting_before(output):
         scaled = gm.graph.call_function(torch.ops.aten.div.Tensor, (loss, microbatches))
     scaled.meta = dict(loss.meta)
-    output.args = ((scaled,),)
+    output.args = ((scaled, *buffers),)
     gm.recompile()
 
 
@@ -228,6 +229,29 @@ def _not_separable(error: NotSeparableError) -> str:
         "batch. It is computed per micro-batch and averaged, as gradient accumulation on one "
         "device does."
     )
+
+
+def _buffers(captured: Captured, unit: Compilation) -> dict[str, BufferLayout]:
+    stages: dict[str, int] = {}
+    for chunk in unit.chunks:
+        for name in chunk.written:
+            stages.setdefault(name, chunk.index)
+    return {
+        name: BufferLayout(name, info.shape, info.dtype, stages.get(name))
+        for name, info in captured.buffers.items()
+    }
+
+
+def _written_buffers(captured: Captured) -> list[str]:
+    """The note on buffers that the forward writes."""
+    names = captured.graph.meta["buffers"]
+    if not names:
+        return []
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return [
+        f"The forward writes these buffers: {shown}. Each micro-batch updates them once, in order, "
+        "from the rows of all dp ranks, as gradient accumulation on one device does."
+    ]
 
 
 def _parameters(captured: Captured, unit: Compilation) -> dict[str, ParameterLayout]:

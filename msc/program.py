@@ -311,22 +311,37 @@ class Program:
             ).clone()
             if all(name in gradient_maps[r] for r in owners):
                 grads[name] = layout.whole([gradient_maps[r][name] for r in owners], self.mesh)
-        return StepResult(outputs[0]["loss"], grads, params, state, outputs[0].get("grad_norm"))
+        buffers = {
+            name: state[self.writer(layout)].buffers[name].clone()
+            for name, layout in self.buffers.items()
+            if layout.stage is not None
+        }
+        norm = outputs[0].get("grad_norm")
+        return StepResult(outputs[0]["loss"], grads, params, state, norm, buffers)
+
+    def writer(self, layout: BufferLayout) -> int:
+        """The first rank whose forward writes a buffer."""
+        assert layout.stage is not None
+        return next(r for r in range(self.mesh.size) if self.stage_of(r) == layout.stage)
 
     def state_dict(
-        self, params: Mapping[str, Tensor] | StepResult | None = None
+        self, values: Mapping[str, Tensor] | StepResult | None = None
     ) -> dict[str, Tensor]:
         """Whole parameters under every name that the plain module has, for its `load_state_dict`.
 
-        `params`: a step's result, or a mapping by name; without it the initial values.
+        `values`: a step's result, or parameters and written buffers by name; without it the initial
+        ones.
         """
-        values = params.params if isinstance(params, StepResult) else params
+        if isinstance(values, StepResult):
+            values = values.params | values.buffers
         found: dict[str, Tensor] = {}
         for name, layout in self.parameters.items():
             value = values[name] if values is not None else self.read_parameter(name)
             for alias in dict.fromkeys((name, *layout.aliases)):
                 found[alias] = value
-        return {**self.extra_state(), **found}
+        extra = self.extra_state()
+        written = extra.keys() & (values or {}).keys() & self.buffers.keys()
+        return {**extra, **{name: (values or {})[name] for name in written}, **found}
 
     # -- identity
 

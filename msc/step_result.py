@@ -15,7 +15,8 @@ class StepResult:
 
     loss: of the global batch; grads, params: whole tensors by name (params after the optimizer's
     step, if there is an optimizer); state: what the next step starts from; grad_norm: the
-    global norm of `grads`, which are those before clipping, if the optimizer clips.
+    global norm of `grads`, which are those before clipping, if the optimizer clips; buffers: those
+    that the forward writes, as it has left them.
     """
 
     loss: Tensor
@@ -23,3 +24,4 @@ class StepResult:
     params: dict[str, Tensor]
     state: list[RankState] = field(repr=False)
     grad_norm: Tensor | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from msc.batches import Batches, Data, samples_and_tokens
-from msc.gathering import gather_whole
+from msc.gathering import gather_buffers, gather_whole
 from msc.ir.errors import CommunicationError, InputError, PlanError
 from msc.passes.forward_only import forward_only
 from msc.program import Program
@@ -181,15 +181,16 @@ class Trainer:
     # -- state
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole trained parameters under the plain module's names, for its `load_state_dict`.
+        """The trained parameters, whole, and the written buffers under the plain module's names.
 
-        Gathered to every rank, on the CPU.
+        For its `load_state_dict`. Gathered to every rank, on the CPU.
         """
         self._check_open()
         found = gather_whole(self.program, self._state.parameters, self.rank, self._job.device)
         for name, layout in self.program.parameters.items():
             if not layout.stages:  # no stage reads it
                 found[name] = self.program.read_parameter(name).clone()
+        found |= gather_buffers(self.program, self._state.buffers, self.rank, self._job.device)
         return self.program.state_dict(found)
 
     def optimizer_state_dict(self) -> dict[str, Any]:

@@ -161,6 +161,7 @@ class Reference:
             each.run(whole.graph, None)
         whole.graph.recompile()
         self.graph = whole.graph
+        self.buffers: dict[str, Tensor] = {}
 
     def run(
         self,
@@ -168,10 +169,17 @@ class Reference:
         parameters: Mapping[str, Tensor] | None = None,
         step: int = 0,
         seed: int = 0,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and gradients of a global batch, at the model's parameters or those given."""
+        """Loss and gradients of a global batch, at the model's values or those given.
+
+        Afterwards `buffers` holds the buffers as the forward has left them.
+        """
         tensors = self.program.flatten(batch)
         values = self._parameters(parameters)
+        if buffers is None:
+            buffers = {name: self.program.read_buffer(name) for name in self.program.buffers}
+        self.buffers = {**buffers}
         total: Tensor | None = None
         for part in range(self.parts):
             loss = self._loss(self.graph, values, self._rows(tensors, part), step, seed)
@@ -217,13 +225,14 @@ class Reference:
             if kind == "parameter":
                 arguments.append(values[name])
             elif kind == "buffer":
-                arguments.append(self.program.read_buffer(name))
+                arguments.append(self.buffers[name])
             elif kind == "input":
                 arguments.append(inputs[name])
             else:
                 arguments.append(torch.tensor([seed, step], dtype=torch.int64))
-        (loss,) = fx.Interpreter(graph).run(*arguments)
+        loss, *written = fx.Interpreter(graph).run(*arguments)
         assert isinstance(loss, Tensor)
+        self.buffers.update(zip(graph.meta["buffers"], written, strict=True))
         return loss
 
 
@@ -262,10 +271,14 @@ def _compare_with_eager(
         kind, name = node.meta["kind"], node.meta["name"]
         sources = {"parameter": values.get, "input": found.get}
         arguments.append(sources.get(kind, captured.read_buffer)(name))
-    (loss,) = fx.Interpreter(captured.graph).run(*arguments)
+    loss, *_ = fx.Interpreter(captured.graph).run(*arguments)
     grads = _gradients(loss, values)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     eager = LossModule(model, captured.input_spec, loss_fn)(*tensors)
     expected = _gradients(eager, {name: model.get_parameter(name) for name in values})
+    with torch.no_grad():
+        for name, buffer in before.items():
+            model.get_buffer(name).copy_(buffer)
     scale = largest(expected.values())
     errors = {"loss": relative_error(loss.detach(), eager.detach(), scale)}
     for name in grads | expected:

@@ -36,6 +36,7 @@ class BuildChunks(UnitPass):
         received = crossing(instances, chunk_of, stages)
         for name, programs in unit.differentiated.items():
             unit.blocks[name] = Block(programs, unit.local[name].coordinates)
+        written = _written(unit, chunk_of, stages)
         chunks: list[Chunk] = []
         gradients_below: list[tuple[int, int]] = []
         for index in reversed(range(stages)):
@@ -44,13 +45,14 @@ class BuildChunks(UnitPass):
                 index,
                 own,
                 unit.blocks,
-                _prelude(unit, own),
+                _prelude(unit, own, written[index]),
                 received[index],
                 received[index + 1] if index + 1 < stages else [],
                 gradients_below,
                 unit.structure.loss,
                 unit.value_meta,
                 _parameter_meta(unit),
+                written[index],
             )
             chunk = builder.build()
             gradients_below = chunk.sent_gradients
@@ -103,10 +105,39 @@ def _record_stages(unit: Compilation, chunk_of: dict[int, int]) -> None:
         stages.sort()
 
 
-def _prelude(unit: Compilation, instances: list[Instance]) -> Prelude:
-    """The part of the prelude that a chunk's instances read."""
+def _written(unit: Compilation, chunk_of: dict[int, int], stages: int) -> list[dict[str, Source]]:
+    """For each chunk the buffers that it writes: all of its own, and those that it reads.
+
+    Raises `PlanError` where a stage reads what a layer of another stage writes.
+    """
+    instances = unit.structure.instances
+    reads: list[set[str]] = []
+    for stage in range(stages):
+        own = [instance for instance in instances if chunk_of[instance.index] == stage]
+        nodes = placeholders(_prelude(unit, own, {}).gm)
+        reads.append({node.meta["name"] for node in nodes if node.meta["kind"] == "buffer"})
+    written: list[dict[str, Source]] = [{} for _ in range(stages)]
+    for name, source in unit.structure.buffers.items():
+        readers = [stage for stage in range(stages) if name in reads[stage]]
+        if source.kind == "prelude":
+            for stage in readers or [0]:
+                written[stage][name] = source
+            continue
+        writer = chunk_of[source.instance]
+        written[writer][name] = source
+        if any(stage != writer for stage in readers):
+            raise PlanError(
+                f"Buffer '{name}' is written on pipeline stage {writer} and read on stages "
+                f"{readers}. Give each layer a buffer of its own, or use pp=1."
+            )
+    return written
+
+
+def _prelude(unit: Compilation, instances: list[Instance], written: dict[str, Source]) -> Prelude:
+    """The part of the prelude that a chunk's instances read, and that it writes to buffers."""
     whole = unit.local["prelude"].gm
-    used = {s.name for i in instances for s in i.sources if s.kind == "prelude"}
+    sources = [*(s for i in instances for s in i.sources), *written.values()]
+    used = {source.name for source in sources if source.kind == "prelude"}
     names = [name for name in unit.structure.prelude_outputs if name in used]
     outputs = dict(zip(unit.structure.prelude_outputs, output_nodes(whole), strict=True))
     wanted = [outputs[name] for name in names]

@@ -77,10 +77,13 @@ class _Builder:
             "loss": self._reduce_loss(),
             "gradients": tuple(gradients.values()),
         }
+        if self.chunk.written:
+            output["buffers"] = tuple(self.inputs["buffer", name] for name in self.chunk.written)
         output |= self._optimizer(gradients)
         self.graph.output(output)
         gm = lazy_graph_module(self.modules, self.graph)
         gm.meta["gradients"] = list(gradients)
+        gm.meta["buffers"] = list(self.chunk.written)
         return gm
 
     # -- nodes
@@ -258,6 +261,10 @@ class _Builder:
         if chunk.has_loss:
             value = self._pick(call, 1)
             self.loss = self._sum(self.loss, (value,), (value.meta["val"],))
+        if chunk.written:
+            values = self._pick(call, 3)
+            for index, name in enumerate(chunk.written):
+                self.inputs["buffer", name] = self._pick(values, index)
         if chunk.backward is not None:
             stored = self._pick(call, 2)
             self.results[step.micro_batch] = [self._pick(stored, i) for i in range(len(val[2]))]

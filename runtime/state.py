@@ -48,6 +48,7 @@ class RankState:
 
     def advance(self, graph: fx.GraphModule, outputs: Mapping[str, Any]) -> None:
         """Take over what a step of the rank graph returned."""
+        self.buffers.update(zip(graph.meta["buffers"], outputs.get("buffers", ()), strict=True))
         names = graph.meta["gradients"]
         if "parameters" in outputs:
             self.parameters.update(zip(names, outputs["parameters"], strict=True))

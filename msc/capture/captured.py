@@ -40,7 +40,8 @@ class Captured:
     """The forward graph of a model and its loss, on the shapes of the global batch.
 
     Placeholders of `graph` stand in the order parameters, buffers, inputs; normalization adds `rng`
-    if anything is random. The output is `(loss,)`. Every value has the metadata of
+    if anything is random. The output is the loss and then the new values of the buffers that the
+    forward writes, named in `graph.meta["buffers"]`. Every value has the metadata of
     `msc.ir.values`, and `graph.meta["fake_mode"]` is the mode of all fake tensors.
     """
 

@@ -61,11 +61,15 @@ class ParameterLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """A buffer that the loss reads; every rank that needs it holds it whole."""
+    """A buffer that the loss reads; every rank that needs it holds it whole.
+
+    stage: the first pipeline stage whose forward writes it; None for a constant.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stage: int | None = None
 
 
 @dataclass(frozen=True)
