@@ -19,7 +19,7 @@ def gather_buffers(
     for name, layout in program.buffers.items():
         if layout.stage is None:
             continue
-        owner = program.writer(layout)
+        owner = layout.writer(program.mesh)
         if owner == rank:
             value = held[name].to(device).contiguous()
         else:

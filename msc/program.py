@@ -312,17 +312,12 @@ class Program:
             if all(name in gradient_maps[r] for r in owners):
                 grads[name] = layout.whole([gradient_maps[r][name] for r in owners], self.mesh)
         buffers = {
-            name: state[self.writer(layout)].buffers[name].clone()
+            name: state[layout.writer(self.mesh)].buffers[name].clone()
             for name, layout in self.buffers.items()
             if layout.stage is not None
         }
         norm = outputs[0].get("grad_norm")
         return StepResult(outputs[0]["loss"], grads, params, state, norm, buffers)
-
-    def writer(self, layout: BufferLayout) -> int:
-        """The first rank whose forward writes a buffer."""
-        assert layout.stage is not None
-        return next(r for r in range(self.mesh.size) if self.stage_of(r) == layout.stage)
 
     def state_dict(
         self, values: Mapping[str, Tensor] | StepResult | None = None

@@ -189,11 +189,12 @@ def _stored(program: Program) -> dict[str, str]:
     names = dict.fromkeys(program.parameters, "parameter") | dict.fromkeys(
         program.buffers, "buffer"
     )
-    names |= {name: "state" for name in _state(program) if name not in names}
+    state = _state(program)
+    names = {name: "state" for name in state} | names
     return {
         name: kind
         for name, kind in names.items()
-        if kind == "state" or name not in drawn or program.stored(kind, name) is not None
+        if name in state or name not in drawn or program.stored(kind, name) is not None
     }
 
 

@@ -202,7 +202,9 @@ class ChunkBuilder:
         return gm, list(self.other_nodes), saved
 
     def _parameter(self, graph: fx.Graph, name: str) -> fx.Node:
-        return _placeholder(graph, name.replace(".", "_"), self.parameter_meta[name])
+        text = name.replace(".", "_")
+        text = text if text.isidentifier() else f"_{text}"
+        return _placeholder(graph, text, self.parameter_meta[name])
 
     def _call_prelude(
         self, graph: fx.Graph, modules: dict[str, fx.GraphModule]

@@ -358,6 +358,29 @@ def test_a_saved_program_keeps_what_was_computed(tmp_path: Path) -> None:
     assert loaded.values_digest == program.values_digest
 
 
+def test_running_statistics_start_and_are_saved(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    with torch.device("meta"):
+        model = build()
+    msc.init(model, 2)
+    batch = (torch.randn(6, 8),)
+    options: dict[str, Any] = {"loss_fn": lambda out: out.square().mean(), "precision": "float64"}
+    program = msc.compile(model, batch, mesh="dp=2", **options)
+    program.save(tmp_path)
+    loaded = msc.load(tmp_path)
+    real = build()
+    real.load_state_dict(loaded.state_dict())
+    expected = msc.compile(real, batch, **options).run_virtual(batch)
+    found = loaded.run_virtual(batch)
+    assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-12)
+    assert sorted(found.buffers) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+    for name, value in expected.buffers.items():
+        torch.testing.assert_close(found.buffers[name], value, rtol=1e-12, atol=1e-12)
+    real.load_state_dict(loaded.state_dict(found))
+
+
 def test_the_trainer_starts_from_it() -> None:
     program = compiled()
     with msc.Trainer(program, [models.tokens()], log=False) as trainer:

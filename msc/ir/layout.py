@@ -71,6 +71,14 @@ class BufferLayout:
     dtype: torch.dtype
     stage: int | None = None
 
+    def writer(self, mesh: Mesh) -> int:
+        """The first rank whose forward writes it."""
+        here = {name: 0 for name, _ in mesh}
+        if "pp" in here:
+            assert self.stage is not None
+            here["pp"] = self.stage
+        return mesh.rank(here)
+
 
 @dataclass(frozen=True)
 class InputLayout:
