@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from msc.compiler import compile as compile
     from msc.cost import Cluster as Cluster
+    from msc.initialization import init as init
+    from msc.initializers import Constant as Constant
+    from msc.initializers import Normal as Normal
+    from msc.initializers import Ones as Ones
+    from msc.initializers import Uniform as Uniform
+    from msc.initializers import Zeros as Zeros
     from msc.ir.errors import CaptureError as CaptureError
     from msc.ir.errors import CommunicationError as CommunicationError
     from msc.ir.errors import InputError as InputError
@@ -44,6 +50,12 @@ PUBLIC = {
     "compile": "msc.compiler:compile",
     "load": "msc.program:load",
     "verify": "msc.verification:verify",
+    "init": "msc.initialization:init",
+    "Normal": "msc.initializers:Normal",
+    "Uniform": "msc.initializers:Uniform",
+    "Zeros": "msc.initializers:Zeros",
+    "Ones": "msc.initializers:Ones",
+    "Constant": "msc.initializers:Constant",
     "Mesh": "msc.ir.mesh:Mesh",
     "Shard": "msc.ir.placement:Shard",
     "Replicate": "msc.ir.placement:Replicate",

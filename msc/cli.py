@@ -43,6 +43,7 @@ class DType(StrEnum):
     float32 = "float32"
     float64 = "float64"
     bfloat16 = "bfloat16"
+    bf16_mixed = "bf16-mixed"
 
 
 class Optimizer(StrEnum):

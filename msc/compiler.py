@@ -14,6 +14,7 @@ from torch import fx, nn
 from msc.capture import Captured, capture
 from msc.cost import Cluster, CostModel
 from msc.explanation import Explainer
+from msc.initialization import Recipe, recipe_of
 from msc.ir import flags
 from msc.ir.errors import PlanError, UserError
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
@@ -33,6 +34,7 @@ from msc.program import BACKENDS, Program
 from msc.report import make_report
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+MIXED = "bf16-mixed"
 
 
 def compile(
@@ -56,7 +58,8 @@ def compile(
     """Compile a single-device model into one program per rank of `mesh`.
 
     Args:
-        model: any trainable module, with no distributed code in it; may be on `meta`.
+        model: any trainable module, with no distributed code in it; may be on `meta`, with
+            `msc.init(model, seed)` to say how it starts.
         inputs: the global batch of one step, a tuple (positional) or dict (keywords); real, fake or
             meta tensors. The program takes batches of exactly these shapes.
         mesh: `"pp=2,dp=2,tp=2"`, a dict, or `msc.Mesh`; one rank if left out.
@@ -67,8 +70,9 @@ def compile(
         schedule: "1f1b" or "gpipe".
         cluster: an `msc.Cluster`, a mapping or a JSON file; costs are then seconds on it.
         memory: bytes per rank that parameters, gradients, optimizer state and activations may take.
-        precision: "float32", "float64" or "bfloat16": the dtype of parameters and floating inputs;
-            None keeps the model's own.
+        precision: "float32", "float64" or "bfloat16": the dtype of parameters, moments, gradients
+            and floating inputs; None keeps the model's own. "bf16-mixed" computes in bfloat16 with
+            parameters, moments, sums and reductions of gradients, and the optimizer in float32.
         passes: `{"before:cut": MyPass()}`: the user's own passes, with their place in the pipeline.
         batch_dims: input name -> batch dim or None, where dim 0 of equal length is not it.
         backend: "aten", or "inductor" to compile the chunk graphs with torch's Inductor.
@@ -83,7 +87,8 @@ def compile(
     """
     settings = _settings(mesh, microbatches, schedule, optimizer, cluster)
     _check_backend(backend)
-    dtype = _dtype(precision)
+    dtype, master = _dtype(precision)
+    settings = replace(settings, master=master)
     pipeline = TRAIN.with_user_passes(passes or {})
     wanted = parse_pins(pins, settings.mesh)
     settings = replace(settings, plan=None if plan is None else Plan.load(plan))
@@ -93,7 +98,9 @@ def compile(
     check_batch(captured, settings)
     aliases = {name: (name, *info.aliases) for name, info in captured.parameters.items()}
     settings = replace(settings, pinned=match_pins(wanted, aliases))
-    notes = list(captured.notes)
+    recipe = _recipe(model, captured)
+    notes = [*captured.notes, *_buffers_without_values(captured, recipe)]
+    notes += _written_buffers(captured)
     unit = new_unit(captured, settings)
     try:
         pipeline.run(unit)
@@ -116,11 +123,12 @@ def compile(
         rank_graphs=unit.rank_graphs,
         chunk_graphs=unit.chunk_graphs,
         parameters=_parameters(captured, unit),
-        buffers={n: BufferLayout(n, b.shape, b.dtype) for n, b in captured.buffers.items()},
+        buffers=_buffers(captured, unit),
         tp_bounds=unit.tp_bounds,
         inputs=tuple(InputLayout(i.name, i.shape, i.dtype, i.batch_dim) for i in captured.inputs),
         input_spec=captured.input_spec,
         dtype=dtype,
+        master=master,
         optimizer=optimizer,
         micro_batches=microbatches,
         separable=settings.separable,
@@ -129,9 +137,11 @@ def compile(
         source=captured,
         plan=plan_of(unit.structure, unit.placed, settings.mesh),
         explainer=Explainer(unit, captured.module, report),
+        recipe=recipe,
         pass_results=unit.dump,
     )
     _check_memory(program, memory)
+    _check_values(program)
     return program
 
 
@@ -161,12 +171,16 @@ def _check_backend(backend: str) -> None:
         raise UserError(f"Backend '{backend}' is unknown. The backends are {', '.join(BACKENDS)}.")
 
 
-def _dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
+def _dtype(precision: str | torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtype to compute in, and that of the parameters if it is another one."""
+    if precision == MIXED:
+        return torch.bfloat16, torch.float32
     if precision is None or precision in DTYPES.values():
-        return precision  # type: ignore[return-value]
+        return precision, None  # type: ignore[return-value]
     if not isinstance(precision, str) or precision not in DTYPES:
-        raise PlanError(f"precision is {precision!r}; it is one of {', '.join(DTYPES)}, or None.")
-    return DTYPES[precision]
+        names = ", ".join([*DTYPES, MIXED])
+        raise PlanError(f"precision is {precision!r}; it is one of {names}, or None.")
+    return DTYPES[precision], None
 
 
 def check_batch(captured: Captured, settings: Settings) -> None:
@@ -210,12 +224,12 @@ def per_micro_batch(captured: Captured, inputs: Any, microbatches: int) -> Any:
 
 def scale_loss(gm: fx.GraphModule, microbatches: int) -> None:
     """Divide the loss by the number of micro-batches: their mean is the loss of the step."""
-    (loss,) = output_nodes(gm)
+    loss, *buffers = output_nodes(gm)
     output = gm.graph.output_node()
     with gm.graph.inserting_before(output):
         scaled = gm.graph.call_function(torch.ops.aten.div.Tensor, (loss, microbatches))
     scaled.meta = dict(loss.meta)
-    output.args = ((scaled,),)
+    output.args = ((scaled, *buffers),)
     gm.recompile()
 
 
@@ -227,6 +241,29 @@ def _not_separable(error: NotSeparableError) -> str:
         "batch. It is computed per micro-batch and averaged, as gradient accumulation on one "
         "device does."
     )
+
+
+def _buffers(captured: Captured, unit: Compilation) -> dict[str, BufferLayout]:
+    stages: dict[str, int] = {}
+    for chunk in unit.variants[0].chunks:
+        for name in chunk.written:
+            stages.setdefault(name, chunk.index)
+    return {
+        name: BufferLayout(name, info.shape, info.dtype, stages.get(name))
+        for name, info in captured.buffers.items()
+    }
+
+
+def _written_buffers(captured: Captured) -> list[str]:
+    """The note on buffers that the forward writes."""
+    names = captured.graph.meta["buffers"]
+    if not names:
+        return []
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return [
+        f"The forward writes these buffers: {shown}. Each micro-batch updates them once, in order, "
+        "from the rows of all dp ranks, as gradient accumulation on one device does."
+    ]
 
 
 def _parameters(captured: Captured, unit: Compilation) -> dict[str, ParameterLayout]:
@@ -244,6 +281,42 @@ def _parameters(captured: Captured, unit: Compilation) -> dict[str, ParameterLay
             tuple(unit.stages_of.get(name, ())),
         )
     return layouts
+
+
+def _recipe(model: nn.Module, captured: Captured) -> Recipe | None:
+    """What `msc.init` has attached to the model, of the tensors that a program can ask for."""
+    recipe = recipe_of(model)
+    if recipe is None:
+        return None
+    aliases = (n for info in captured.parameters.values() for n in (info.name, *info.aliases))
+    return recipe.only({*aliases, *captured.buffers, *model.state_dict()})
+
+
+def _buffers_without_values(captured: Captured, recipe: Recipe | None) -> list[str]:
+    """The note on a model on 'meta' that nobody has said how to initialize."""
+    names = [name for name in captured.buffers if captured.read_buffer(name) is None]
+    if not names or recipe is not None:
+        return []
+    return [
+        "These buffers have no values, since the model is on 'meta': "
+        f"{', '.join(names)}. msc.init(model, seed) says what they and the parameters are."
+    ]
+
+
+def _check_values(program: Program) -> None:
+    """Refuse a program whose recipe, if it has one, leaves out what the loss reads."""
+    if program.recipe is None or program.has_values:
+        return
+    lines = [
+        f"  {name}: {program.recipe.missing.get(name, 'it is a constant of the model, on meta')}"
+        for name in program.without_values()
+    ]
+    raise UserError(
+        "The loss reads these buffers, whose values are not known, since they were computed on "
+        "'meta':\n" + "\n".join(lines) + "\n"
+        "Give a function for each, msc.init(model, seed, init={name: lambda shape, dtype: ...}), "
+        "or build the model with real buffers."
+    )
 
 
 def _check_memory(program: Program, memory: int | None) -> None:

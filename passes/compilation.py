@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from msc.cost import CostModel
@@ -38,6 +39,7 @@ class Settings:
     micro_batches: int = 1
     schedule: str = "1f1b"
     optimizer: AdamW | None = None
+    master: torch.dtype | None = None  # of parameters, where the chunks compute in a lower one
     cost: CostModel = field(default_factory=CostModel)
     bucket_bytes: int = 25 * 2**20
     separable: bool = True

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,22 @@ def _without_parameters(gm: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
+def _reading_inputs(written: Mapping[str, fx.Node]) -> frozenset[str]:
+    """Names of the values that depend on an input of the model."""
+    found = []
+    for name, root in written.items():
+        seen: set[fx.Node] = set()
+        pending = [root]
+        while pending:
+            node = pending.pop()
+            if node not in seen:
+                seen.add(node)
+                pending += node.all_input_nodes
+        if any(node.meta.get("kind") == "input" for node in seen):
+            found.append(name)
+    return frozenset(found)
+
+
 def _segments(gm: fx.GraphModule, prelude: set[fx.Node]) -> dict[fx.Node, int]:
     """Number of the segment of each call node outside the prelude; never falls along an edge."""
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n not in prelude]
@@ -114,7 +130,8 @@ class _Cutter:
         self.gm = gm
         self.prelude_nodes = prelude
         self.segment_of = segment_of
-        (self.loss,) = output_nodes(gm)
+        self.loss, *written = output_nodes(gm)
+        self.written = dict(zip(gm.meta.get("buffers", ()), written, strict=True))
         self.instance_of: dict[int, int] = {}
         self.output_index: dict[fx.Node, int] = {}
         self.prelude_outputs: dict[fx.Node, str] = {}
@@ -136,9 +153,11 @@ class _Cutter:
             sources = tuple(self._source(node) for node in inputs)
             instances.append(Instance(len(instances), name, _path(nodes), sources))
         loss = self._source(self.loss)
+        buffers = {name: self._source(node) for name, node in self.written.items()}
         prelude = self._prelude()
         names = list(self.prelude_outputs.values())
-        return Structure(blocks, instances, prelude, names, loss)
+        from_inputs = _reading_inputs(self.written)
+        return Structure(blocks, instances, prelude, names, loss, buffers, from_inputs)
 
     def _block(self, segment: int, nodes: list[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
         inside = set(nodes)
@@ -152,7 +171,9 @@ class _Cutter:
         outputs = [
             node
             for node in nodes
-            if node is self.loss or any(user not in inside for user in _real_users(node))
+            if node is self.loss
+            or node in self.written.values()
+            or any(user not in inside for user in _real_users(node))
         ]
         for index, node in enumerate(outputs):
             self.output_index[node] = index

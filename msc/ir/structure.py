@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx
@@ -50,18 +50,32 @@ class Instance:
 
 @dataclass
 class Structure:
-    """The cut model. `prelude` outputs the values named in `prelude_outputs`, in order."""
+    """The cut model. `prelude` outputs the values named in `prelude_outputs`, in order.
+
+    buffers: the new value of each buffer that the forward writes; from_inputs: those of them whose
+    value depends on the inputs of the model.
+    """
 
     blocks: dict[str, fx.GraphModule]
     instances: list[Instance]
     prelude: fx.GraphModule
     prelude_outputs: list[str]
     loss: Source
+    buffers: dict[str, Source] = field(default_factory=dict)
+    from_inputs: frozenset[str] = frozenset()
 
     @property
     def counts(self) -> dict[str, int]:
         """The number of instances of each block."""
         return Counter(instance.block for instance in self.instances)
+
+
+def output_of(structure: Structure, source: Source) -> fx.Node:
+    """The node of a block or of the prelude that a source is."""
+    if source.kind == "block":
+        block = structure.blocks[structure.instances[source.instance].block]
+        return output_nodes(block)[source.output]
+    return output_nodes(structure.prelude)[structure.prelude_outputs.index(source.name)]
 
 
 def layer_of(path: str) -> tuple[str, int] | None:
