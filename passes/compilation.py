@@ -25,7 +25,7 @@ from msc.passes.sharding.search import Placed
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that the passes read."""
+    """The options that the passes read; `memory` is in bytes per rank, None without a bound."""
 
     mesh: Mesh
     micro_batches: int = 1
@@ -33,6 +33,7 @@ class Settings:
     optimizer: AdamW | None = None
     cost: CostModel = field(default_factory=CostModel)
     bucket_bytes: int = 25 * 2**20
+    memory: float | None = None
     separable: bool = True
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
 

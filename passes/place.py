@@ -8,6 +8,7 @@ Nothing is rewritten: `shard` carries the choice out.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from msc.passes.compilation import Compilation
 from msc.passes.sharding.axes import Axis, parts
 from msc.passes.sharding.calls import Value
 from msc.passes.sharding.candidates import find_candidates
-from msc.passes.sharding.search import Placed, search
+from msc.passes.sharding.search import Placed, Step, search
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,13 @@ class Place(UnitPass):
             candidates,
             axis,
             settings.cost,
-            settings.micro_batches,
-            lambda value: 1 / num_parts if value in sharded else 1.0,
+            Step(
+                share=lambda value: 1 / num_parts if value in sharded else 1.0,
+                micro_batches=settings.micro_batches,
+                stages=settings.mesh.axis_size("pp"),
+                memory=math.inf if settings.memory is None else settings.memory,
+                copies=2 if settings.optimizer is None else 4,
+            ),
         )
         _annotate(unit.placed)
         return unit.lines_changed(before)
