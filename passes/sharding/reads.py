@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,7 @@ def add_reads(
         _choices(network, made.variable, costs, wanted)
 
 
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 Matrix = NDArray[np.float64]
 Wanted = Sequence[tuple[int, NDArray[np.bool_]]]
 """Variables, and a matrix `[option, state]` of what they want."""
@@ -84,7 +86,7 @@ def _choices(network: CostNetwork, made: int, costs: Matrix, wanted: Wanted) -> 
             network.table([variable, there], np.stack([missing, np.zeros_like(missing)], axis=1))
 
 
-def _along(matrix: NDArray[np.generic], axis: int, count: int) -> NDArray[np.generic]:
+def _along(matrix: NDArray[_Scalar], axis: int, count: int) -> NDArray[_Scalar]:
     """`[option, state]` with the options along `axis` of `count`, and the states last."""
     shape = [1] * count + [matrix.shape[1]]
     shape[axis] = matrix.shape[0]

@@ -52,7 +52,7 @@ class Step:
     memory: bytes that one rank may hold of parameters, their gradients and optimizer state. What a
         stage holds is not known before the instances are cut into stages, so their average is
         bounded: a necessary condition. Activations are left to the check of the whole program.
-    copies: tensors of a trainable parameter's size that a rank holds: itself, its gradient, moments.
+    copies: tensors that a rank holds for each trainable parameter: itself, its gradient, moments.
     """
 
     share: Callable[[Value], float] = lambda value: 1.0
