@@ -30,7 +30,8 @@ from msc.passes.sharding.search import Placed
 class Settings:
     """The options that the passes read.
 
-    pinned: the user's pins by parameter; plan: placements to apply instead of searching.
+    memory: bytes per rank, None without a bound. pinned: the user's pins by parameter; plan:
+    placements to apply instead of searching.
     """
 
     mesh: Mesh
@@ -39,6 +40,7 @@ class Settings:
     optimizer: AdamW | None = None
     cost: CostModel = field(default_factory=CostModel)
     bucket_bytes: int = 25 * 2**20
+    memory: float | None = None
     separable: bool = True
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     pinned: Pinned = field(default_factory=dict)

@@ -196,11 +196,11 @@ def totals(
         sums: dict[tuple[str, str], tuple[int, int, float | None]] = {}
         for (group, kind, size), calls in sorted(_sent(gm, memo).items()):
             had = sums.get((group, kind), (0, 0, 0.0))
-            price = had[2]
-            if cost is None or kind == "send" or price is None:
-                price = None
-            else:
-                price += calls * collective_cost(kind, size, group, cost, mesh)
+            price = None
+            if cost is not None and had[2] is not None:
+                sending = kind == "send"
+                one = cost.send(size) if sending else collective_cost(kind, size, group, cost, mesh)
+                price = had[2] + calls * one
             sums[group, kind] = (had[0] + calls, had[1] + calls * size, price)
         found += [Total(stage, group, kind, *entry) for (group, kind), entry in sums.items()]
     return tuple(found)
