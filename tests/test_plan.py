@@ -249,8 +249,7 @@ def test_a_plan_with_another_op_names_it() -> None:
     class Gelu(Relu):
         def forward(self, x: Tensor) -> Tensor:
             result: Tensor = x + self.down(nn.functional.gelu(self.up(self.ln_2(x))))
-
-        return result
+            return result
 
     plan = compiled(model=build(Relu)).plan
     text = refusal(model=build(Gelu), plan=plan)
