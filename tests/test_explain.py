@@ -15,7 +15,9 @@ from torch import Tensor, nn
 import msc
 from msc.cost import Cluster, CostModel
 from msc.explanation import Explanation, why
+from msc.explanation.overview import top_modules
 from msc.ir.errors import UserError
+from msc.ir.structure import layer_names
 from msc.program import Program
 from tests import models
 
@@ -243,6 +245,43 @@ def test_a_loaded_program_says_what_it_cannot_explain(tmp_path: Path) -> None:
         UserError, match=r"Why 'h\.0' lies as it does cannot be said\. This program"
     ):
         loaded.explain("h.0")
+
+
+@pytest.mark.parametrize(
+    ("paths", "name"),
+    [
+        (["gpt.embedding", "gpt.embedding.token", "gpt.embedding.position"], "gpt.embedding"),
+        (["", "gpt.norm", "gpt.head", "gpt.head.weight"], "gpt.norm, gpt.head"),
+        (["wte", "wpe", "", "drop"], "wte, wpe, drop"),
+        (["a.b.c"], "a.b.c"),
+        (["", ""], "(model)"),
+    ],
+)
+def test_what_is_no_layer_is_named_by_its_modules(paths: list[str], name: str) -> None:
+    assert top_modules(paths) == name
+
+
+@pytest.mark.parametrize(
+    ("paths", "name"),
+    [
+        (["h.0", "h.1", "h.2", "h.5", "g.6"], "h.0-2, h.5, g.6"),
+        (["0", "1"], "0-1"),
+        (["head"], "head"),
+        ([""], "(model)"),
+    ],
+)
+def test_equal_layers_have_one_name(paths: list[str], name: str) -> None:
+    assert layer_names(paths) == name
+
+
+def test_stages_that_send_the_same_are_one() -> None:
+    torch.manual_seed(0)
+    model = models.GPT(width=16, heads=2, layers=6)
+    program = msc.compile(model, models.tokens(), mesh="pp=4,tp=2", microbatches=4)
+    stages = dict.fromkeys(total.stage for total in program.explain().totals)
+    assert len(stages) < 4
+    assert "stage 0" in stages
+    assert any(re.fullmatch(r"stage \d-\d", stage) for stage in stages)
 
 
 class Page(HTMLParser):
