@@ -33,7 +33,7 @@ class Cut(UnitPass):
     essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
-        unit.structure = cut(unit.graphs["forward"])
+        unit.structure = cut(unit.graphs["forward"], unit.settings.mesh.axis_size("pp"))
         unit.graphs = {"prelude": unit.structure.prelude, **unit.structure.blocks}
         return len(unit.graphs)
 

@@ -23,7 +23,7 @@ from msc.report import fallback
 
 _SMALL = 8
 """Calls of a module up to which all of them are priced; of more, only the products."""
-_PRICED = 32
+PRICED = 64
 """Alternatives that are priced at most; each is a search of its own."""
 
 
@@ -128,7 +128,7 @@ class Why:
         priced = 0
         for question in questions:
             priced += len(question.options) - 1
-            if priced > _PRICED and choices:
+            if priced > PRICED and choices:
                 break
             choices.append(self._answer(question, placing, placed))
         return choices, len(questions) - len(choices)
