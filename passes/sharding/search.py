@@ -126,8 +126,7 @@ class _Search:
         trains = bool(node.meta.get("differentiable"))
         if kind == "parameter":
             penalty = self._parameter_penalty(node)
-            bucketed = replace(self.model, message_bytes=0.0)
-            reduce = bucketed.collective("all_reduce", nbytes(node.meta["val"]), self.axis.size)
+            reduce = self.model.bucketed(nbytes(node.meta["val"]), self.axis.size)
             # once per step, in a bucket with others: cheaper than the same bytes on their own
             varying = penalty + reduce / (2 * self.step.micro_batches)
             return [(REPLICATED, penalty), *([(VARYING, varying)] if trains else []), *shards]
