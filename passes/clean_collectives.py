@@ -37,6 +37,7 @@ from msc.ir.ops.collectives import (
     SHARD_PAD,
 )
 from msc.ir.passes import GraphPass
+from msc.ir.torch_private import OpOverload
 from msc.ir.values import tensors_of
 
 _CONVERSIONS = (ALL_GATHER, ALL_REDUCE, GRAD_REDUCE, REDUCE_SCATTER, SHARD, SHARD_PAD)
@@ -157,6 +158,7 @@ def _kind(node: fx.Node) -> Kind | None:
 
 
 def _named(node: fx.Node) -> dict[str, Any]:
+    assert isinstance(node.target, OpOverload)
     return arguments(node.target, node.args, node.kwargs)
 
 
