@@ -45,6 +45,11 @@ class CostModel:
         rate, latency = self._link(size)
         return rounds * (size - 1) * latency + moved / rate
 
+    def bucketed(self, payload_bytes: float, size: int) -> float:
+        """Cost of an all-reduce that shares its messages with many others: of its bytes alone."""
+        moved = 2 * payload_bytes * (size - 1) / size
+        return _LINK_BYTE * moved if self.cluster is None else moved / self._link(size)[0]
+
     def send(self, payload_bytes: float) -> float:
         """Cost of passing `payload_bytes` to the next pipeline stage, across nodes."""
         if self.cluster is None:

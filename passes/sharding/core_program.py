@@ -36,7 +36,8 @@ def solve_core(
 ) -> dict[int, int] | None:
     """The option of each of `variables` at the least cost; None if there is no solution.
 
-    `sizes[v]` is the number of options of v. The options' `amounts` add up to at most `bound`.
+    `sizes[v]` is the number of options of v. The options' `amounts` add up to at most `bound`, to
+    within the solver's tolerance, a millionth of it.
     """
     rows = _Rows()
     columns = {v: [rows.column(0.0, binary=True) for _ in range(sizes[v])] for v in variables}

@@ -100,6 +100,7 @@ class _Search:
         self.reads: dict[Value, list[Read]] = {}
         self.borders: dict[Value, fx.Node] = {}
         self.weights: dict[fx.Node, int] = {}
+        self.equal: set[tuple[fx.Node, fx.Node]] = set()
 
     def run(self) -> Placed:
         for name, gm in self.structure.blocks.items():
@@ -132,8 +133,7 @@ class _Search:
         trains = bool(node.meta.get("differentiable"))
         if kind == "parameter":
             penalty = self._parameter_penalty(node)
-            bucketed = replace(self.model, message_bytes=0.0)
-            reduce = bucketed.collective("all_reduce", nbytes(node.meta["val"]), self.axis.size)
+            reduce = self.model.bucketed(nbytes(node.meta["val"]), self.axis.size)
             # once per step, in a bucket with others: cheaper than the same bytes on their own
             varying = penalty + reduce / (2 * self.step.micro_batches)
             return [(REPLICATED, penalty), *([(VARYING, varying)] if trains else []), *shards]
@@ -187,19 +187,16 @@ class _Search:
         """Parameters: one state for all placeholders of one, and what it takes of the memory."""
         first: dict[str, fx.Node] = {}
         amounts: dict[fx.Node, float] = {}
-        same: dict[tuple[fx.Node, fx.Node], None] = {}
         for _, node, source in _sources(self.structure):
             if source.kind != "parameter":
                 continue
             if source.name in first:
-                same[first[source.name], node] = None
+                self._same(first[source.name], node)
                 continue
             first[source.name] = node
             copies = self.step.copies if node.meta.get("differentiable") else 1
             held = copies * nbytes(node.meta["val"]) / self.step.stages
             amounts[node] = amounts.get(node, 0.0) + held
-        for left, right in same:
-            self._same(left, right)
         for node, held in amounts.items():
             parts = [
                 local_shape(node.meta["val"].shape, (s,), (self.axis,)) for s in self.states[node]
@@ -247,7 +244,9 @@ class _Search:
         self.network.table([self.variables[node]], np.asarray(prices))
 
     def _same(self, left: fx.Node, right: fx.Node) -> None:
-        if left is not right:
+        """Give two placeholders one state; the many instances of a block say so many times."""
+        if left is not right and (left, right) not in self.equal:
+            self.equal.add((left, right))
             equal = [[a == b for b in self.states[right]] for a in self.states[left]]
             costs = np.where(np.asarray(equal), 0.0, np.inf)
             self.network.table([self.variables[left], self.variables[right]], costs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -98,3 +99,9 @@ def test_a_copy_of_a_weight_costs_more_than_the_messages_that_shard_it(
 @given(st.sampled_from(MODELS), st.floats(1, 1e12), st.floats(1, 1e12))
 def test_sending_more_costs_more(model: CostModel, payload: float, more: float) -> None:
     assert model.send(payload + more) >= model.send(payload) > 0
+
+
+@given(st.sampled_from(MODELS), st.floats(1, 1e12), st.sampled_from([2, 4, 8, 16]))
+def test_a_bucket_saves_the_messages(model: CostModel, payload: float, size: int) -> None:
+    alone = replace(model, message_bytes=10.0).collective("all_reduce", payload, size)
+    assert 0 < model.bucketed(payload, size) < alone

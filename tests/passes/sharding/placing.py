@@ -215,7 +215,7 @@ class Problem:
         if value.dim() > 1:
             cost += self.model.replicated_parameter(value.numel(), tokens, self.axis.size)
         if state == VARYING:
-            cost += self.model.collective("all_reduce", nbytes(value), self.axis.size) / 2
+            cost += self.model.bucketed(nbytes(value), self.axis.size) / 2
         return cost
 
     def _work(self, node: fx.Node, strategy: Strategy) -> float:

@@ -272,7 +272,7 @@ def test_a_llama_layer_is_split_as_by_megatron() -> None:
 
 
 def test_an_axis_is_used_where_only_some_dims_divide() -> None:
-    """Two groups of keys do not split over four ranks; the other weights do."""
+    """Two key heads do not split over four ranks; all other dims do."""
     unit = placed("llama", 4)
     assert unit.placed is not None
     found = states_of(unit.placed)
