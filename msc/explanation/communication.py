@@ -54,8 +54,10 @@ def _rows(sent: Sent, cost: CostModel | None, mesh: Mesh) -> list[Total]:
     for (group, kind, size), calls in sorted(sent.items()):
         had = sums.get((group, kind), Total("", group, kind, 0, 0, None if cost is None else 0.0))
         price = None
-        if cost is not None and had.cost is not None and kind != "send":
-            price = had.cost + calls * collective_cost(kind, size, group, cost, mesh)
+        if cost is not None and had.cost is not None:
+            sending = kind == "send"
+            one = cost.send(size) if sending else collective_cost(kind, size, group, cost, mesh)
+            price = had.cost + calls * one
         sums[group, kind] = replace(
             had, calls=had.calls + calls, nbytes=had.nbytes + calls * size, cost=price
         )

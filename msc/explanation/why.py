@@ -23,7 +23,7 @@ from msc.report import fallback
 
 _SMALL = 8
 """Calls of a module up to which all of them are priced; of more, only the products."""
-PRICED = 32
+PRICED = 64
 """Alternatives that are priced at most; each is a search of its own."""
 
 

@@ -196,7 +196,8 @@ def solve_pinned(placing: Placing, pinned: Pinned) -> Placed:
         listed = "\n  ".join(f"pin {pin}" for pin in guilty)
         raise PlanError(
             f"No placement over '{placing.axis.name}' keeps the pins:\n  {listed}\nWhat reads "
-            "these parameters cannot work on them as the pins ask. Leave one of the pins out."
+            "these parameters cannot work on them as the pins ask, or they take too much memory. "
+            "Leave one of the pins out."
         ) from error
 
 
