@@ -16,8 +16,10 @@ from msc.passes.sharding.rules.creation import CREATION
 from msc.passes.sharding.rules.indexing import INDEXING
 from msc.passes.sharding.rules.joining import JOINING
 from msc.passes.sharding.rules.loss import LOSS
+from msc.passes.sharding.rules.matrices import MATRICES
 from msc.passes.sharding.rules.norms import NORMS
 from msc.passes.sharding.rules.opaque import OPAQUE
+from msc.passes.sharding.rules.places import PLACES
 from msc.passes.sharding.rules.pointwise import POINTWISE
 from msc.passes.sharding.rules.reductions import REDUCTIONS
 from msc.passes.sharding.rules.views import VIEWS
@@ -31,7 +33,9 @@ TABLE = [
     *JOINING,
     *INDEXING,
     *REDUCTIONS,
+    *MATRICES,
     *NORMS,
+    *PLACES,
     *LOSS,
     *CREATION,
 ]

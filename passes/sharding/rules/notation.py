@@ -3,6 +3,7 @@
     mk,kn->mn                     a letter is a factor; one that no result has is contracted (a sum)
     ...k,nk,n->...n               `...` stands for any leading, middle or trailing dims
     b(gr)sd,bgtd->b(gr)st         `(gr)` is a dim that is a product of two factors
+    b s (g r) d, d -> b s (g r) d spaces mean nothing
 
 The terms belong to the op's tensor arguments in the order of its schema; the term of an absent
 optional tensor is skipped. Tensors broadcast as in torch: a term may have more dims than its
@@ -60,12 +61,14 @@ def from_notation(
     named = dict(zip(bound.tensor_arguments(), before.split(","), strict=True))
     terms = {name: _tokens(term) for name, term in named.items() if bound.has_tensor(name)}
     shapes = {name: bound.shape(name) for name in terms}
-    known = _lengths([(terms[name], shapes[name]) for name in terms], dict(lengths or {}))
-    operands = {name: _dims(terms[name], shapes[name], known) for name in terms}
-    results = [
-        _dims(_tokens(term), tuple(tensor.shape), known)
+    sides = [(terms[name], shapes[name]) for name in terms]
+    made = [
+        (_tokens(term), tuple(tensor.shape))
         for term, tensor in zip(after.split(","), bound.results, strict=True)
     ]
+    known = _lengths([*sides, *made], dict(lengths or {}))
+    operands = {name: _dims(terms[name], shapes[name], known) for name in terms}
+    results = [_dims(tokens, shape, known) for tokens, shape in made]
     any_dims = [name for name in known if len(name) > 1]  # those of `...`
     sums: dict[str, ReduceOp | tuple[ReduceOp, ...]] = {
         letter: "sum" for letter in known if letter not in [*after, *whole, *any_dims]
@@ -82,7 +85,7 @@ def from_notation(
 
 
 def _tokens(term: str) -> list[Token]:
-    pieces = re.findall(r"\.\.\.|\(\w+\)|\w", term.strip())
+    pieces = re.findall(r"\.\.\.|\(\w+\)|\w", term.replace(" ", ""))
     return [ELLIPSIS if piece == "..." else tuple(piece.strip("()")) for piece in pieces]
 
 
