@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from msc.capture.functions import wrap_function as wrap_function
     from msc.compiler import compile as compile
     from msc.cost import Cluster as Cluster
     from msc.ir.errors import CaptureError as CaptureError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from msc.ir.placement import Partial as Partial
     from msc.ir.placement import Replicate as Replicate
     from msc.ir.placement import Shard as Shard
+    from msc.passes.sharding.rules.custom import sharding_rule as sharding_rule
     from msc.program import load as load
     from msc.trainer import Trainer as Trainer
     from msc.verification import verify as verify
@@ -43,6 +45,8 @@ PUBLIC = {
     "compile": "msc.compiler:compile",
     "load": "msc.program:load",
     "verify": "msc.verification:verify",
+    "sharding_rule": "msc.passes.sharding.rules.custom:sharding_rule",
+    "wrap_function": "msc.capture.functions:wrap_function",
     "Mesh": "msc.ir.mesh:Mesh",
     "Shard": "msc.ir.placement:Shard",
     "Replicate": "msc.ir.placement:Replicate",

@@ -1,6 +1,6 @@
 """Tiny random models of `transformers` and of torch.nn: one for each architecture that MSC names.
 
-Three layers each, and four of Swin, in two stages. Their sizes divide by 2 and 4, and by 3 nearly nowhere.
+Three layers each; Swin has two stages of two. Their sizes divide by 2, and nearly none by 3.
 """
 
 from __future__ import annotations

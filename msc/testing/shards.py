@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from msc.ir.placement import Partial, Segments, Shard, State, shard_of, unshard
+from msc.ir.torch_private import OpOverload
 from msc.passes.sharding.rule import Call, LocalCall, Rule, Strategy, factors, strategies
+from msc.passes.sharding.rules import rule_for
 
-TOLERANCE = 1e-12
-"""Float64 rounding of sums in another order, for the small shapes of the samples."""
+TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-4}
+"""Rounding of sums in another order, for the small shapes of the samples."""
 
 
 class RuleError(AssertionError):
@@ -28,6 +30,23 @@ def call_of(target: Any, *args: Any, **kwargs: Any) -> Call:
     with torch.no_grad():
         results = _tuple(target(*args, **kwargs))
     return Call(target, args, kwargs, tuple(_tensors((args, kwargs))), results)
+
+
+def check_sharding_rule(op: Any, *args: Any, **kwargs: Any) -> list[str]:
+    """Check the rule of an op on one call: `check_sharding_rule(torch.ops.mylib.op, x, weight)`.
+
+    Runs it over 2 and 3 ranks in every way that its rule allows, compares results and gradients
+    with the whole call, and returns those ways; lengths that 2 and 3 divide show all of them.
+    Raises `RuleError` at the first difference, and if the op has no rule. Use float64.
+    """
+    call = call_of(op if isinstance(op, OpOverload) else op.default, *args, **kwargs)
+    rule = rule_for(call)
+    if rule is None:
+        raise RuleError(f"{call.target} has no sharding rule for this call")
+    found: dict[str, None] = {}
+    for size in (2, 3):
+        found.update(dict.fromkeys(map(str, check_rule(call, rule, size))))
+    return list(found)
 
 
 @dataclass
@@ -49,7 +68,9 @@ class EagerLocalCall(LocalCall):
         if factor != self.strategy.factor:
             return None
         assert self.strategy.segments == 1, "only an interval has a start"
-        return torch.tensor(factors(self.rule)[factor] // self.size * self.rank)
+        whole = torch.arange(factors(self.rule)[factor])
+        own = shard_of(whole, Shard(0), self.size, self.rank)
+        return own[0] if own.numel() else torch.tensor(0)
 
     def coordinates(self, result: int, dim: int) -> torch.Tensor | None:
         placement = self.strategy.results[result].value
@@ -162,7 +183,7 @@ def _run(
         kwargs=kwargs,
         operand_shapes=tuple(tuple(operand.shape) for operand in operands),
         result_shapes=tuple(
-            _local_shape(tuple(whole.shape), state, size)
+            _local_shape(whole, state, size, rank)
             for whole, state in zip(call.results, strategy.results, strict=True)
         ),
         call=call,
@@ -181,11 +202,10 @@ def _run(
     return _Rank(operands, results)
 
 
-def _local_shape(shape: tuple[int, ...], state: State, size: int) -> tuple[int, ...]:
+def _local_shape(whole: torch.Tensor, state: State, size: int, rank: int) -> tuple[int, ...]:
     if not isinstance(state.value, Shard):
-        return shape
-    dim = state.value.dim
-    return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+        return tuple(whole.shape)
+    return tuple(shard_of(whole, state.value, size, rank).shape)
 
 
 def _check_gradients(
@@ -292,10 +312,11 @@ def _compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
             f"{what} is {found.dtype} {tuple(found.shape)}, "
             f"expected {expected.dtype} {tuple(expected.shape)}"
         )
-    if expected.is_floating_point():
+    if expected.dtype in TOLERANCE:
         finite = expected[expected.isfinite()].abs()
         scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
-        close = torch.isclose(found, expected, rtol=0, atol=TOLERANCE * scale, equal_nan=True)
+        tolerance = TOLERANCE[expected.dtype] * scale
+        close = torch.isclose(found, expected, rtol=0, atol=tolerance, equal_nan=True)
     else:
         close = found == expected
     if not bool(close.all()):

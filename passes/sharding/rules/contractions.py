@@ -149,24 +149,21 @@ def _vecdot(bound: Bound) -> Rule | None:
 
 def _tensordot(bound: Bound) -> Rule:
     """Pairs of dims are contracted; the others of both stand one after the other."""
-    ranks = [len(bound.shape(name)) for name in ("self", "other")]
-    pairs = [
-        [int(d) % rank for d in bound.values[name]]
-        for name, rank in zip(("dims_self", "dims_other"), ranks, strict=True)
-    ]
-    terms = [[letter + str(d) for d in range(rank)] for letter, rank in zip("lr", ranks, strict=True)]
-    for index, (left, right) in enumerate(zip(*pairs, strict=True)):
-        terms[0][left] = terms[1][right] = f"k{index}"
+    sides = ("self", "other")
+    terms = [[f"{name}{d}" for d in range(len(bound.shape(name)))] for name in sides]
+    contracted = [f"k{pair}" for pair in range(len(bound.values["dims_self"]))]
+    for term, name in zip(terms, sides, strict=True):
+        for letter, d in zip(contracted, bound.values[f"dims_{name}"], strict=True):
+            term[int(d)] = letter
     dims = [
-        tuple(dim_of(name, length) for name, length in zip(term, bound.shape(of), strict=True))
-        for term, of in zip(terms, ("self", "other"), strict=True)
+        [dim_of(*factor) for factor in zip(term, bound.shape(name), strict=True)]
+        for term, name in zip(terms, sides, strict=True)
     ]
-    kept = [dim for term, own in zip(terms, dims, strict=True) for name, dim in zip(term, own, strict=True)
-            if not name.startswith("k")]  # fmt: skip
+    kept = [dim for side in dims for dim in side if dim[0][0][0] not in contracted]
     return bound.rule(
-        {"self": dims[0], "other": dims[1]},
+        {name: tuple(side) for name, side in zip(sides, dims, strict=True)},
         [tuple(kept)],
-        contracted={f"k{index}": "sum" for index in range(len(pairs[0]))},
+        contracted=dict.fromkeys(contracted, "sum"),
         linear=[["self"], ["other"]],
     )
 

@@ -16,7 +16,7 @@ from msc.passes.sharding.rules.binding import (
     dim_of,
     dims_of,
 )
-from msc.passes.sharding.rules.notation import line
+from msc.passes.sharding.rules.notation import from_notation, line
 
 aten = ops.aten
 
@@ -254,6 +254,24 @@ def _scatter(bound: Bound) -> Rule:
     )
 
 
+def _search(bound: Bound) -> Rule | None:
+    """None where each row is searched in a sequence of its own."""
+    if len(bound.shape("sorted_sequence")) != 1:
+        return None
+    return from_notation(bound, "b,...,b->...", whole="b")
+
+
+def _is_in(bound: Bound) -> Rule:
+    """Whether elements are among all of the others."""
+    dims = dims_of(bound.shape("elements"))
+    others = dims_of(bound.shape("test_elements"), "t")
+    return bound.rule(
+        {"elements": tuple(dims), "test_elements": tuple(others)},
+        [tuple(dims)],
+        whole=[f"t{d}" for d in range(len(others))],
+    )
+
+
 INDEXING = [
     line("vd,...->...d", aten.embedding, whole="v", linear="weight"),
     derived(_select, aten.select.int),
@@ -270,4 +288,7 @@ INDEXING = [
     derived(_scatter, aten.scatter_reduce.two),
     derived(_write_part, aten.select_scatter, aten.slice_scatter),
     derived(_one_hot, aten.one_hot),
+    line("...,b->...", aten.bucketize.Tensor, whole="b"),
+    derived(_search, aten.searchsorted.Tensor),
+    derived(_is_in, aten.isin.Tensor_Tensor),
 ]

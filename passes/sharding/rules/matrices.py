@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import ops
 
-from msc.passes.sharding.rules.notation import line
+from msc.passes.sharding.rule import Rule
+from msc.passes.sharding.rules.binding import Bound, Line, derived
+from msc.passes.sharding.rules.notation import from_notation, line
 from msc.passes.sharding.rules.reductions import along, along_last, reduction
 
 aten = ops.aten
 
+
+def over_last(text: str, *targets: Any, whole: str) -> Line:
+    """A line for ops of two tensors along their dim `dim`; a rule if that is the last one."""
+
+    def build(bound: Bound) -> Rule | None:
+        names = bound.tensor_arguments()
+        ranks = {len(bound.shape(name)) for name in names}
+        last = {-1, *(rank - 1 for rank in ranks)} if len(ranks) == 1 else {-1}
+        if bound.values["dim"] not in last:
+            return None
+        return from_notation(bound, text, whole=whole)
+
+    return derived(build, *targets)
+
+
+def _pairwise_distance(bound: Bound) -> Rule:
+    """Over the last dim, which `keepdim` keeps with length 1."""
+    kept = "z" if bound.values["keepdim"] else ""
+    return from_notation(bound, f"...k,...k->...{kept}", whole="k" + kept)
+
+
 MATRICES = [
-    line("...ij->...ji", aten.linalg_inv, aten.inverse, aten.linalg_pinv, whole="ij"),
+    line("...ik,...jk->...ij", aten.cdist, whole="k"),
+    over_last("...k,...k->...", aten.cosine_similarity, whole="k"),
+    over_last("...k,...k->...k", aten.cross, aten.linalg_cross, whole="k"),
+    derived(_pairwise_distance, aten.pairwise_distance),
+    line("...ij->...ji", aten.linalg_inv, aten.inverse, whole="ij"),
     line("...ij->...ij", aten.linalg_cholesky, aten.linalg_matrix_exp, whole="ij"),
     line("...ij->...ij", aten.matrix_exp, aten.linalg_matrix_power, whole="ij"),
     line("...ij->...", aten.linalg_det, aten.det, aten.logdet, whole="ij"),

@@ -133,6 +133,19 @@ def _diff(bound: Bound) -> Rule:
     return bound.rule(operands, [tuple(result)], whole=whole, linear=[[*operands]])
 
 
+def _histc(bound: Bound) -> Rule:
+    """Bins between given ends add up over the ranks; else the ends depend on all elements."""
+    dims = dims_of(bound.shape("self"))
+    names = [f"d{d}" for d in range(len(dims))]
+    given = bound.values["min"] != bound.values["max"]
+    return bound.rule(
+        {"self": tuple(dims)},
+        [(dim_of("bins", bound.result_shape()[0]),)],
+        contracted=dict.fromkeys(names, "sum"),
+        whole=["bins"] if given else ["bins", *names],
+    )
+
+
 REDUCTIONS = [
     reduction(aten.sum, aten.sum.dim_IntList, over="sum", linear=True),
     reduction(aten.nansum, over="sum"),
@@ -156,6 +169,7 @@ REDUCTIONS = [
     along(aten.cummax, aten.cummin, aten.special_softmax, dims="dim"),
     along(aten.cumsum, dims="dim", linear=True),
     derived(_diff, aten.diff),
+    derived(_histc, aten.histc),
     along(aten.topk, aten.sort, aten.sort.stable, aten.argsort, aten.argsort.stable, dims="dim"),
     along(aten.flip, aten.roll, aten.rot90, dims="dims", linear=True),
     line("i...->i...", aten.msort, whole="i"),
