@@ -22,7 +22,7 @@ def _loss(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 def _binary_cross_entropy(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     shape = draw.shape()
     weight = draw.unit(shape) if draw.flag() else None
-    return draw.unit(shape), draw.truths(shape).double(), weight, draw.pick([0, 1, 2])
+    return draw.unit(shape), draw.truths(shape).to(draw.dtype), weight, draw.pick([0, 1, 2])
 
 
 @samples(aten.cross_entropy_loss, aten.nll_loss_nd, constant=(2,))
