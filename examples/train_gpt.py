@@ -61,8 +61,6 @@ def train(args: argparse.Namespace) -> None:
     """One rank's run."""
     first = os.environ.get("RANK", "0") == "0"
     model, data = build(args)
-    if args.dump is not None and first:
-        os.environ["MSC_DUMP"] = str(args.dump / "passes")
     program = msc.compile(
         model,
         data.rows(0, range(args.batch)),

@@ -102,6 +102,7 @@ def compile(
         chunk_graphs=unit.chunk_graphs,
         parameters=_parameters(captured, unit),
         buffers={n: BufferLayout(n, b.shape, b.dtype) for n, b in captured.buffers.items()},
+        tp_bounds=unit.tp_bounds,
         inputs=tuple(InputLayout(i.name, i.shape, i.dtype, i.batch_dim) for i in captured.inputs),
         input_spec=captured.input_spec,
         dtype=dtype,
@@ -210,9 +211,8 @@ def _not_separable(error: NotSeparableError) -> str:
     node = error.node
     where = node.meta.get("module_path") or node.meta.get("source") or node.name
     return (
-        f"The loss is not a sum over samples: {where} ({node.target}) combines samples of the "
-        "batch. It is computed per micro-batch and averaged, as gradient accumulation on one "
-        "device does."
+        f"The loss is not a sum over samples: {where} ({node.target}) {error.reason}. It is "
+        "computed per micro-batch and averaged, as gradient accumulation on one device does."
     )
 
 
@@ -242,7 +242,8 @@ def _check_memory(program: Program, memory: int | None) -> None:
     worst = max(range(len(needed)), key=needed.__getitem__)
     if needed[worst] > memory:
         raise PlanError(
-            f"Pipeline stage {worst} needs {needed[worst]:,} bytes per rank (parameters, "
-            f"gradients, optimizer state and saved activations), but memory is {memory:,}. "
+            f"Pipeline {program.class_names[worst]} needs {needed[worst]:,} bytes per rank "
+            "(parameters, gradients, optimizer state and saved activations), but memory is "
+            f"{memory:,}. "
             "Use more tp or pp ranks, or more micro-batches."
         )

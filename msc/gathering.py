@@ -36,7 +36,7 @@ def gather_whole(
             buckets.setdefault((owner, program.dtype_of(layout)), []).append(name)
     parts: dict[tuple[int, str], Tensor] = {}
     for (owner, dtype), members in sorted(buckets.items(), key=lambda item: str(item[0])):
-        shapes = [torch.Size(held[name].local_shape(mesh)) for name in members]
+        shapes = [torch.Size(held[name].local_shape(mesh, owner)) for name in members]
         if owner == rank:
             flat = torch.cat([shards[name].reshape(-1).to(device) for name in members])
         else:

@@ -16,7 +16,7 @@ from msc.capture.captured import has_values
 from msc.ir.dump import Dump, make_folder
 from msc.ir.errors import InputError, UserError
 from msc.ir.inline import inline
-from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
+from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout, rank_class
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
 from msc.ir.printer import format_graph
@@ -63,6 +63,7 @@ class Program:
         chunk_graphs: Callable[[int], Mapping[str, fx.GraphModule]],
         parameters: Mapping[str, ParameterLayout],
         buffers: Mapping[str, BufferLayout],
+        tp_bounds: Sequence[int],
         inputs: Sequence[InputLayout],
         input_spec: InputSpec,
         dtype: torch.dtype | None,
@@ -80,6 +81,7 @@ class Program:
         self._chunk_graphs = chunk_graphs
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
+        self.tp_bounds = tuple(tp_bounds)
         self.inputs = tuple(inputs)
         self.input_spec = input_spec
         self.dtype = dtype
@@ -94,18 +96,23 @@ class Program:
 
     # -- graphs
 
-    def stage_of(self, rank: int) -> int:
-        """The pipeline stage of a rank: ranks of one stage run the same graph."""
+    def class_of(self, rank: int) -> int:
+        """The index in `rank_graphs` of the rank's graph: ranks of one class run the same graph."""
         if not isinstance(rank, int) or not 0 <= rank < self.mesh.size:
             raise UserError(
                 f"Rank {rank} is not in the mesh {self.mesh}, which has ranks 0 to "
                 f"{self.mesh.size - 1}."
             )
-        return self.mesh.coordinate(rank).get("pp", 0)
+        return rank_class(self.mesh, self.tp_bounds, rank)
+
+    @property
+    def class_names(self) -> list[str]:
+        """`stage0`, and `stage0.tp2` where the ranks from tp coordinate 2 on have other shapes."""
+        return class_names(self.mesh.axis_size("pp"), self.tp_bounds)
 
     def rank_graph(self, rank: int) -> fx.GraphModule:
         """One training step of `rank`, in schedule order: actions, and calls of chunk graphs."""
-        return self.rank_graphs[self.stage_of(rank)]
+        return self.rank_graphs[self.class_of(rank)]
 
     def graphs(self, rank: int) -> dict[str, fx.GraphModule]:
         """The rank's `"forward"` and `"backward"` of one micro-batch, flat, every layer present.
@@ -113,7 +120,7 @@ class Program:
         Also the `"prologue"`, where something is computed once per step for all micro-batches.
         """
         return {
-            name: inline(graph) for name, graph in self._chunk_graphs(self.stage_of(rank)).items()
+            name: inline(graph) for name, graph in self._chunk_graphs(self.class_of(rank)).items()
         }
 
     def dump(self, folder: str | Path) -> None:
@@ -125,28 +132,23 @@ class Program:
         path = Path(folder)
         make_folder(path)
         lines = [f"program on mesh {self.mesh}", ""]
-        for stage, graph in enumerate(self.rank_graphs):
-            first = next(r for r in range(self.mesh.size) if self.stage_of(r) == stage)
-            texts = {"step": format_graph(graph, f"one step of stage {stage}")}
-            texts |= {name: format_graph(gm, name) for name, gm in self.graphs(first).items()}
+        ranks_of: dict[int, list[int]] = {}
+        for rank in range(self.mesh.size):
+            ranks_of.setdefault(self.class_of(rank), []).append(rank)
+        for index, prefix in enumerate(self.class_names):
+            ranks = ranks_of[index]
+            texts = {"step": format_graph(self.rank_graphs[index], f"one step of {prefix}")}
+            texts |= {name: format_graph(gm, name) for name, gm in self.graphs(ranks[0]).items()}
             for name, text in texts.items():
-                (path / f"stage{stage}.{name}.txt").write_text(text + "\n")
-            lines.append(
-                f"{self._ranks_of(stage)}: " + ", ".join(f"stage{stage}.{n}.txt" for n in texts)
-            )
+                (path / f"{prefix}.{name}.txt").write_text(text + "\n")
+            lines.append(f"{_listed(ranks)}: " + ", ".join(f"{prefix}.{n}.txt" for n in texts))
         if self._pass_results is not None:
             self._pass_results.write(path / "passes")
             lines.append("the program after each pass: passes/index.txt")
         (path / "index.txt").write_text("\n".join(lines) + "\n")
 
-    def _ranks_of(self, stage: int) -> str:
-        ranks = [r for r in range(self.mesh.size) if self.stage_of(r) == stage]
-        if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-            return f"ranks {ranks[0]}-{ranks[-1]}"
-        return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 64 else f"{len(ranks)} ranks"
-
     def memory_bytes(self) -> list[int]:
-        """Predicted bytes of one rank of each stage: state, gradients, and saved activations."""
+        """Predicted bytes of one rank of each class: state, gradients, and saved activations."""
         return [memory_bytes(graph) for graph in self.rank_graphs]
 
     # -- values
@@ -266,6 +268,8 @@ class Program:
         ranks = range(self.mesh.size)
         if state is None:
             state = [self.initial_state(rank, seed) for rank in ranks]
+        if not isinstance(state, list) or not all(isinstance(each, RankState) for each in state):
+            raise InputError("state is what an earlier result's `.state` holds, or None.")
         if len(state) != self.mesh.size:
             raise InputError(f"state has {len(state)} ranks; the mesh has {self.mesh.size}.")
         arguments = [
@@ -305,6 +309,9 @@ class Program:
         `params`: a step's result, or a mapping by name; without it the initial values.
         """
         values = params.params if isinstance(params, StepResult) else params
+        missing = [name for name in self.parameters if values is not None and name not in values]
+        if missing:
+            raise InputError(f"params lacks {len(missing)} parameters, such as '{missing[0]}'.")
         found: dict[str, Tensor] = {}
         for name, layout in self.parameters.items():
             value = values[name] if values is not None else self.read_parameter(name)
@@ -314,13 +321,13 @@ class Program:
 
     # -- identity
 
-    def serialized(self, stage: int) -> dict[str, Any]:
-        """The graphs of a stage as plain data; equal programs have equal data."""
-        return graphs_to_json({"step": self.rank_graphs[stage], **self._chunk_graphs(stage)})
+    def serialized(self, index: int) -> dict[str, Any]:
+        """The graphs of a class of ranks as plain data; equal programs have equal data."""
+        return graphs_to_json({"step": self.rank_graphs[index], **self._chunk_graphs(index)})
 
     @cached_property
-    def stage_digests(self) -> tuple[str, ...]:
-        """A digest of every stage's rank graph."""
+    def class_digests(self) -> tuple[str, ...]:
+        """A digest of the graphs of every class of ranks."""
         if self._digests is not None:
             return tuple(self._digests)
         return tuple(fingerprint(self.serialized(i)) for i in range(len(self.rank_graphs)))
@@ -333,7 +340,8 @@ class Program:
                 "mesh": [list(axis) for axis in self.mesh],
                 "inputs": [[i.name, list(i.shape), str(i.dtype), i.batch_dim] for i in self.inputs],
                 "micro_batches": self.micro_batches,
-                "stages": list(self.stage_digests),
+                "classes": list(self.class_digests),
+                "tp_bounds": list(self.tp_bounds),
             }
         )
 
@@ -356,6 +364,21 @@ class Program:
         from msc.saving import save_program
 
         save_program(self, folder)
+
+
+def class_names(stages: int, tp_bounds: Sequence[int]) -> list[str]:
+    """Names of the classes of ranks, in the order of a program's rank graphs."""
+    return [
+        f"stage{stage}" + (f".tp{first}" if len(tp_bounds) > 1 else "")
+        for stage in range(stages)
+        for first in tp_bounds
+    ]
+
+
+def _listed(ranks: list[int]) -> str:
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 64 else f"{len(ranks)} ranks"
 
 
 def advance(state: RankState, graph: fx.GraphModule, outputs: Mapping[str, Any]) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from msc.cost.flops import call_flops, is_gemm, nbytes
+from msc.cost.flops import nbytes
+from msc.fallbacks import find_fallbacks, forward_flops
 from msc.ir.placement import Shard
 from msc.ir.structure import placeholders
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.compilation import Compilation
-from msc.passes.sharding.calls import is_call, rule_of
-from msc.passes.sharding.rule import Strategy, factors
+from msc.passes.sharding.calls import is_call
+from msc.passes.sharding.rule import Strategy
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class CompileReport:
 
     sharded: axis -> {"flops", "parameters"}: the fraction that the axis divides among its ranks.
         "flops" counts the forward; "parameters" counts bytes.
-    collectives: per pipeline stage, kind -> (calls per step, bytes per step of one rank).
-    fallbacks: calls that run whole on every tp rank though they could be large, with the reason.
+    collectives: per class of ranks, kind -> (calls per step, bytes per step of one rank).
+    fallbacks: calls that run whole on every rank of an axis, with reason, FLOPs and bytes.
     replicated: parameters with two or more dims that every tp rank holds whole.
     notes: what the compiler did otherwise than a user might expect.
     cpu_seconds: pass -> seconds; "capture" is the first.
@@ -61,25 +62,21 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
     seconds = {"capture": capture_seconds}
     for record in unit.log:
         seconds[record.name] = seconds.get(record.name, 0.0) + record.cpu_seconds
-    fallbacks = _fallbacks(unit)
     return CompileReport(
         sharded=_sharded(unit),
         collectives=tuple(_collectives(gm) for gm in unit.rank_graphs),
-        fallbacks=tuple(fallbacks),
+        fallbacks=tuple(find_fallbacks(unit)),
         notes=(*notes, *unit.notes, *_head_notes(unit)),
         replicated=tuple(_replicated(unit)),
         cpu_seconds=seconds,
         distinct_blocks=len(unit.structure.blocks),
         instances=len(unit.structure.instances),
-        chunks=tuple(tuple(instance.path for instance in chunk.instances) for chunk in unit.chunks),
+        chunks=tuple(
+            tuple(instance.path for instance in chunk.instances)
+            for chunk in unit.variants[0].chunks
+        ),
         search_cost=unit.placed.cost if unit.placed else 0.0,
     )
-
-
-def forward_flops(node: fx.Node) -> int:
-    """FLOPs of a call on its global shapes."""
-    operands = [tensors_of(o)[0] for o in operand_nodes(node) if tensors_of(o)]
-    return call_flops(node.target, operands, tensors_of(node))
 
 
 def _sharded(unit: Compilation) -> dict[str, dict[str, float]]:
@@ -149,30 +146,6 @@ def _replicated(unit: Compilation) -> list[str]:
             whole = not isinstance(unit.placed.placeholders[node].value, Shard)
             if source.kind == "parameter" and whole and node.meta["val"].dim() > 1:
                 found[f"{source.name} {tuple(node.meta['val'].shape)}"] = None
-    return list(found)
-
-
-def _fallbacks(unit: Compilation) -> list[str]:
-    """Calls that tp does not split: GEMMs, and ops that have no rule."""
-    if unit.placed is None:
-        return []
-    size = unit.settings.mesh.axis_size("tp")
-    found: dict[str, None] = {}
-    for gm in unit.structure.blocks.values():
-        for node in gm.graph.nodes:
-            if not is_call(node) or unit.placed.strategies[node].factor is not None:
-                continue
-            rule = rule_of(node)
-            where = node.meta.get("module_path") or node.name
-            op = str(node.target).removesuffix(".default")
-            if rule is None:
-                found[f"{where}: {op} has no sharding rule; it runs whole on every tp rank"] = None
-            elif is_gemm(node.target):
-                lengths = ", ".join(str(n) for n in dict.fromkeys(factors(rule).values()) if n > 1)
-                found[
-                    f"{where}: {op} runs whole on every tp rank: tp={size} does not split it "
-                    f"evenly (dims {lengths})"
-                ] = None
     return list(found)
 
 

@@ -1,7 +1,7 @@
 """Write a program to a folder and read it back: compile once, run on every rank.
 
     program.json         mesh, layouts, inputs, options, report, digests
-    stage0.graphs.json   the rank graph of each pipeline stage (`msc.ir.serialize`)
+    stage0.graphs.json   the rank graph of each class of ranks (`msc.ir.serialize`)
     model.safetensors    whole parameters and buffers, if the model has values
 
 `program.json` is written last and removed first, so that a folder that has one is complete.
@@ -29,7 +29,7 @@ from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
 from msc.ir.serialize import fingerprint, graphs_from_json, to_text
-from msc.program import Program
+from msc.program import Program, class_names
 from msc.report import CompileReport
 from msc.saved_tensors import SavedTensors
 
@@ -48,10 +48,11 @@ def save_program(program: Program, folder: str | Path) -> None:
     make_folder(path)
     description = describe(program)
     (path / PROGRAM).unlink(missing_ok=True)
-    for stage in range(len(program.rank_graphs)):
-        _write(path / _graphs_file(stage), to_text(program.serialized(stage)))
+    files = [_graphs_file(name) for name in program.class_names]
+    for index, file in enumerate(files):
+        _write(path / file, to_text(program.serialized(index)))
     for stale in path.glob(_graphs_file("*")):
-        if stale.name not in {_graphs_file(i) for i in range(len(program.rank_graphs))}:
+        if stale.name not in files:
             stale.unlink()
     _save_tensors(program, path / TENSORS)
     _write(path / PROGRAM, json.dumps(description, indent=1, allow_nan=False) + "\n")
@@ -68,17 +69,20 @@ def load_program(folder: str | Path, rank: int | None = None) -> Program:
     """
     path = Path(folder)
     data = _read_description(path)
-    digests: list[str] = data["stages"]
+    digests: list[str] = data["classes"]
+    mesh = Mesh(tuple((name, size) for name, size in data["mesh"]))
+    names = class_names(mesh.axis_size("pp"), data["tp_bounds"])
     source = None
     if data["has_values"]:
         source = SavedTensors(path / TENSORS, data["state_names"], data["values_digest"])
-    graphs = SavedGraphs(path, digests)
+    graphs = SavedGraphs(path, names, digests)
     program = Program(
-        mesh=Mesh(tuple((name, size) for name, size in data["mesh"])),
+        mesh=mesh,
         rank_graphs=graphs,
         chunk_graphs=graphs.chunk_graphs,
         parameters={p["name"]: _parameter(p) for p in data["parameters"]},
         buffers={b["name"]: BufferLayout(*_shaped(b)) for b in data["buffers"]},
+        tp_bounds=data["tp_bounds"],
         inputs=tuple(InputLayout(*_shaped(i), i["batch_dim"]) for i in data["inputs"]),
         input_spec=_input_spec(data["input_spec"]),
         dtype=_decode(data["dtype"]),
@@ -101,10 +105,11 @@ def load_program(folder: str | Path, rank: int | None = None) -> Program:
 
 
 class SavedGraphs(Sequence[fx.GraphModule]):
-    """The rank graphs of all stages, each read and checked when it is first asked for."""
+    """The rank graphs of all classes, each read and checked when it is first asked for."""
 
-    def __init__(self, folder: Path, digests: Sequence[str]) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], digests: Sequence[str]) -> None:
         self._folder = folder
+        self._names = names
         self._digests = digests
         self._graphs: dict[int, dict[str, fx.GraphModule]] = {}
 
@@ -120,21 +125,21 @@ class SavedGraphs(Sequence[fx.GraphModule]):
     def __getitem__(self, index: int | slice) -> fx.GraphModule | list[fx.GraphModule]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return self._stage(range(len(self))[index])["step"]
+        return self._class(range(len(self))[index])["step"]
 
-    def chunk_graphs(self, stage: int) -> dict[str, fx.GraphModule]:
-        """The forward and backward graph of a stage's chunk, by name."""
-        return {name: gm for name, gm in self._stage(stage).items() if name != "step"}
+    def chunk_graphs(self, index: int) -> dict[str, fx.GraphModule]:
+        """The forward and backward graph of a class's chunk, by name."""
+        return {name: gm for name, gm in self._class(index).items() if name != "step"}
 
-    def _stage(self, stage: int) -> dict[str, fx.GraphModule]:
-        if stage not in self._graphs:
-            self._graphs[stage] = self._read(stage)
-        return self._graphs[stage]
+    def _class(self, index: int) -> dict[str, fx.GraphModule]:
+        if index not in self._graphs:
+            self._graphs[index] = self._read(index)
+        return self._graphs[index]
 
-    def _read(self, stage: int) -> dict[str, fx.GraphModule]:
-        file = self._folder / _graphs_file(stage)
+    def _read(self, index: int) -> dict[str, fx.GraphModule]:
+        file = self._folder / _graphs_file(self._names[index])
         data = _read_json(file)
-        if fingerprint(data) != self._digests[stage]:
+        if fingerprint(data) != self._digests[index]:
             raise UserError(
                 f"{file} does not belong to {self._folder / PROGRAM}: its fingerprint differs. The "
                 "file was changed, or comes from another program. Save the program again with "
@@ -152,7 +157,8 @@ def describe(program: Program) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "fingerprint": program.fingerprint,
-        "stages": list(program.stage_digests),
+        "classes": list(program.class_digests),
+        "tp_bounds": list(program.tp_bounds),
         "mesh": [list(axis) for axis in program.mesh],
         "parameters": [_parameter_data(p) for p in program.parameters.values()],
         "buffers": [_shaped_data(b) for b in program.buffers.values()],
@@ -282,8 +288,8 @@ def _decode(data: Any) -> Any:
 # -- files
 
 
-def _graphs_file(stage: int | str) -> str:
-    return f"stage{stage}.graphs.json"
+def _graphs_file(name: str) -> str:
+    return f"{name}.graphs.json"
 
 
 def _write(file: Path, text: str) -> None:

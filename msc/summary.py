@@ -93,7 +93,13 @@ def print_compile(program: Program, dump: Path | None) -> None:
         "chunks",
         ("stage", "blocks", "from", "to", "memory of a rank"),
         [
-            (str(i), str(len(paths)), _path(paths[0]), _path(paths[-1]), _bytes(memory[i]))
+            (
+                str(i),
+                str(len(paths)),
+                _path(paths[0]),
+                _path(paths[-1]),
+                _bytes(memory[i * len(program.tp_bounds)]),
+            )
             for i, paths in enumerate(report.chunks)
         ],
     )
@@ -102,8 +108,8 @@ def print_compile(program: Program, dump: Path | None) -> None:
         "collectives per step of one rank",
         ("stage", "kind", "calls", "bytes"),
         [
-            (str(stage), kind, str(calls), _bytes(size))
-            for stage, found in enumerate(report.collectives)
+            (name.removeprefix("stage"), kind, str(calls), _bytes(size))
+            for name, found in zip(program.class_names, report.collectives, strict=True)
             for kind, (calls, size) in found.items()
         ],
     )

@@ -57,6 +57,8 @@ class Trainer:
             PlanError: the number of processes is not the size of the mesh.
             CommunicationError: ranks have different programs, seeds or initial parameters.
         """
+        if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+            raise InputError(f"timeout_s is {timeout_s!r}; it is a positive number of seconds.")
         self.program = program
         self.losses: list[float] = []
         self._log = log

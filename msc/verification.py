@@ -272,7 +272,11 @@ def _compare_with_eager(
 def _gradients(loss: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     wanted = {name: value for name, value in values.items() if value.requires_grad}
     found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    return {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+    return {
+        name: g.to_dense() if g.is_sparse else g
+        for name, g in zip(wanted, found, strict=True)
+        if g is not None
+    }
 
 
 def _first_difference(

@@ -11,8 +11,8 @@ from msc.ir.errors import PlanError
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.structure import Instance, Source, layer_of, output_nodes, placeholders
 from msc.ir.values import operand_nodes, tensors_of
-from msc.passes.chunks import Block, Chunk, ChunkBuilder, Prelude, balance, crossing
-from msc.passes.compilation import Compilation
+from msc.passes.chunks import Block, Chunk, ChunkBuilder, Key, Prelude, balance, crossing
+from msc.passes.compilation import Compilation, Variant
 from msc.passes.cut import copy_subgraph
 from msc.passes.sharding.calls import is_call
 
@@ -34,33 +34,40 @@ class BuildChunks(UnitPass):
         chunk_of = {index: chunk for chunk, run in enumerate(runs) for index in run}
         _record_stages(unit, chunk_of)
         received = crossing(instances, chunk_of, stages)
-        for name, programs in unit.differentiated.items():
-            unit.blocks[name] = Block(programs, unit.local[name].coordinates)
-        chunks: list[Chunk] = []
-        gradients_below: list[tuple[int, int]] = []
-        for index in reversed(range(stages)):
-            own = [instances[i] for i in runs[index]]
-            builder = ChunkBuilder(
-                index,
-                own,
-                unit.blocks,
-                _prelude(unit, own),
-                received[index],
-                received[index + 1] if index + 1 < stages else [],
-                gradients_below,
-                unit.structure.loss,
-                unit.value_meta,
-                _parameter_meta(unit),
-            )
-            chunk = builder.build()
-            gradients_below = chunk.sent_gradients
-            chunks.append(chunk)
-        unit.chunks = chunks[::-1]
-        for chunk in unit.chunks:
-            unit.graphs[f"chunk{chunk.index}.forward"] = chunk.forward
-            if chunk.backward is not None:
-                unit.graphs[f"chunk{chunk.index}.backward"] = chunk.backward
-        return len(unit.chunks)
+        for variant in unit.variants:
+            _build(unit, variant, [[instances[i] for i in run] for run in runs], received)
+        return sum(len(variant.chunks) for variant in unit.variants)
+
+
+def _build(
+    unit: Compilation, variant: Variant, runs: list[list[Instance]], received: list[list[Key]]
+) -> None:
+    """The chunks of the ranks of a variant."""
+    for name, programs in variant.differentiated.items():
+        variant.blocks[name] = Block(programs, variant.local[name].coordinates)
+    chunks: list[Chunk] = []
+    gradients_below: list[Key] = []
+    for index in reversed(range(len(runs))):
+        builder = ChunkBuilder(
+            index,
+            runs[index],
+            variant.blocks,
+            _prelude(unit, variant, runs[index]),
+            received[index],
+            received[index + 1] if index + 1 < len(runs) else [],
+            gradients_below,
+            unit.structure.loss,
+            variant.value_meta,
+            _parameter_meta(unit, variant),
+        )
+        chunk = builder.build()
+        gradients_below = chunk.sent_gradients
+        chunks.append(chunk)
+    variant.chunks = chunks[::-1]
+    for chunk in variant.chunks:
+        unit.graphs[f"chunk{chunk.index}.forward{variant.suffix}"] = chunk.forward
+        if chunk.backward is not None:
+            unit.graphs[f"chunk{chunk.index}.backward{variant.suffix}"] = chunk.backward
 
 
 def _check_layers(unit: Compilation, stages: int) -> None:
@@ -75,8 +82,8 @@ def _check_layers(unit: Compilation, stages: int) -> None:
 
 
 def _cost(unit: Compilation, block: str) -> float:
-    """Modelled cost of a block's forward and backward on one rank."""
-    programs = unit.differentiated[block]
+    """Modelled cost of a block's forward and backward on a rank with the largest shards."""
+    programs = unit.variants[0].differentiated[block]
     total = 0.0
     for gm in (programs.forward, programs.backward):
         if gm is None:
@@ -103,9 +110,9 @@ def _record_stages(unit: Compilation, chunk_of: dict[int, int]) -> None:
         stages.sort()
 
 
-def _prelude(unit: Compilation, instances: list[Instance]) -> Prelude:
+def _prelude(unit: Compilation, variant: Variant, instances: list[Instance]) -> Prelude:
     """The part of the prelude that a chunk's instances read."""
-    whole = unit.local["prelude"].gm
+    whole = variant.local["prelude"].gm
     used = {s.name for i in instances for s in i.sources if s.kind == "prelude"}
     names = [name for name in unit.structure.prelude_outputs if name in used]
     outputs = dict(zip(unit.structure.prelude_outputs, output_nodes(whole), strict=True))
@@ -126,10 +133,10 @@ def _prelude(unit: Compilation, instances: list[Instance]) -> Prelude:
     return Prelude(gm, [Source("prelude", name) for name in names])
 
 
-def _parameter_meta(unit: Compilation) -> dict[str, dict[str, object]]:
+def _parameter_meta(unit: Compilation, variant: Variant) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     for instance in unit.structure.instances:
-        nodes = placeholders(unit.local[instance.block].gm)
+        nodes = placeholders(variant.local[instance.block].gm)
         for node, source in zip(nodes, instance.sources, strict=False):
             if source.kind == "parameter":
                 found.setdefault(source.name, {**node.meta, "name": source.name})

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from msc.cost import CostModel
+from msc.ir.layout import rank_class
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
 from msc.ir.passes import Unit
@@ -51,8 +52,39 @@ class Settings:
         return (*self.batch_axes, tp) if tp.size > 1 else self.batch_axes
 
 
+@dataclass
+class Variant:
+    """What the passes make for the ranks of some tp coordinates, whose shards have equal shapes.
+
+    coordinates: those on tp; the first stands for all. suffix: of the graphs' names, "" if there is
+    one variant only.
+    """
+
+    coordinates: range
+    suffix: str = ""
+    local: dict[str, Partitioned] = field(default_factory=dict)
+    local_prologue: Partitioned | None = None
+    value_meta: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    differentiated: dict[str, Differentiated] = field(default_factory=dict)
+    blocks: dict[str, Block] = field(default_factory=dict)
+    chunks: list[Chunk] = field(default_factory=list)
+
+    def chunk_graphs(self, stage: int) -> dict[str, fx.GraphModule]:
+        """The graphs of one micro-batch on a stage, by name."""
+        chunk = self.chunks[stage]
+        found = {"forward": chunk.forward}
+        if chunk.backward is not None:
+            found["backward"] = chunk.backward
+        if self.local_prologue is not None and any(kind == "step" for kind, _ in chunk.others):
+            found["prologue"] = self.local_prologue.gm
+        return found
+
+
 class Compilation(Unit):
-    """A model on its way to rank graphs: `graphs` and what the passes know about them."""
+    """A model on its way to rank graphs: `graphs` and what the passes know about them.
+
+    rank_graphs: of each class of ranks: by pipeline stage, and within a stage by variant.
+    """
 
     settings: Settings
     fake_mode: Any
@@ -61,13 +93,8 @@ class Compilation(Unit):
     batch: dict[str, BatchPlan]
     prelude_states: dict[str, State]
     placed: Placed | None
-    local: dict[str, Partitioned]
-    local_prologue: Partitioned | None
+    variants: list[Variant]
     parameter_states: dict[str, dict[str, State]]
-    value_meta: dict[Key, dict[str, Any]]
-    differentiated: dict[str, Differentiated]
-    blocks: dict[str, Block]
-    chunks: list[Chunk]
     stages_of: dict[str, list[int]]
     input_shapes: dict[str, tuple[int, ...]]
     rank_graphs: list[fx.GraphModule]
@@ -80,13 +107,8 @@ class Compilation(Unit):
         self.batch = {}
         self.prelude_states = {}
         self.placed = None
-        self.local = {}
-        self.local_prologue = None
+        self.variants = []
         self.parameter_states = {}
-        self.value_meta = {}
-        self.differentiated = {}
-        self.blocks = {}
-        self.chunks = []
         self.notes: list[str] = []
         self.stages_of = {}
         self.input_shapes = {}
@@ -104,23 +126,21 @@ class Compilation(Unit):
             changed += sum(line not in old for line in text.splitlines())
         return changed + sum(name not in self.graphs for name in before)
 
-    def chunk_graphs(self, stage: int) -> dict[str, fx.GraphModule]:
-        """The graphs of one micro-batch on a stage, by name."""
-        chunk = self.chunks[stage]
-        found = {"forward": chunk.forward}
-        if chunk.backward is not None:
-            found["backward"] = chunk.backward
-        if self.local_prologue is not None and any(kind == "step" for kind, _ in chunk.others):
-            found["prologue"] = self.local_prologue.gm
-        return found
+    def chunk_graphs(self, index: int) -> dict[str, fx.GraphModule]:
+        """The graphs of one micro-batch by name, of the class of ranks `rank_graphs[index]`."""
+        stage, variant = divmod(index, len(self.variants))
+        return self.variants[variant].chunk_graphs(stage)
+
+    def class_of(self, rank: int) -> int:
+        """The index in `rank_graphs` of a rank's graph."""
+        return rank_class(self.settings.mesh, self.tp_bounds, rank)
+
+    @property
+    def tp_bounds(self) -> list[int]:
+        """The first tp coordinate of each variant."""
+        return [variant.coordinates[0] for variant in self.variants]
 
     @property
     def prologue_names(self) -> list[str]:
         """The step values that the prologue computes, in order."""
         return list(self.prologue.meta["names"]) if self.prologue is not None else []
-
-    @property
-    def loss_meta(self) -> dict[str, Any]:
-        """What is known of the loss on the stage that computes it."""
-        loss = self.structure.loss
-        return self.value_meta[loss.instance, loss.output]

@@ -40,7 +40,8 @@ def mark_differentiable(gm: fx.GraphModule) -> None:
         if node.op == "placeholder":
             node.meta["differentiable"] = bool(node.meta.get("requires_grad", False))
         elif node.op == "call_function":
-            floating = any(value.is_floating_point() for value in tensors_of(node))
+            values = tensors_of(node)
+            floating = any(value.is_floating_point() or value.is_complex() for value in values)
             node.meta["differentiable"] = (
                 floating
                 and node.target not in _DETACHING
@@ -67,20 +68,14 @@ def _without_parameters(gm: fx.GraphModule) -> set[fx.Node]:
 def _segments(gm: fx.GraphModule, prelude: set[fx.Node]) -> dict[fx.Node, int]:
     """Number of the segment of each call node outside the prelude; never falls along an edge."""
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n not in prelude]
-    layers = {node: layer_of(node.meta.get("module_path") or "") for node in nodes}
-    members: dict[str, set[int]] = {}
-    for layer in layers.values():
-        if layer is not None:
-            members.setdefault(layer[0], set()).add(layer[1])
+    layers = _layers(nodes)
     numbers: dict[tuple[str, int], int] = {}
     last_layer_position = -1
     for position, node in enumerate(nodes):
         layer = layers[node]
-        if layer is not None and len(members[layer[0]]) > 1:
+        if layer is not None:
             numbers.setdefault(layer, len(numbers) + 1)
             last_layer_position = position
-        else:
-            layers[node] = None
     segment_of: dict[fx.Node, int] = {}
     for position, node in enumerate(nodes):
         layer = layers[node]
@@ -90,6 +85,26 @@ def _segments(gm: fx.GraphModule, prelude: set[fx.Node]) -> dict[fx.Node, int]:
             own = len(numbers) + 1
         segment_of[node] = max([own, *before])
     return segment_of
+
+
+def _layers(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int] | None]:
+    """The layer of each node: an entry of a numbered container with several entries.
+
+    Where a model has no such container, its outermost modules are its layers.
+    """
+    paths = {node: node.meta.get("module_path") or "" for node in nodes}
+    layers = {node: layer_of(path) for node, path in paths.items()}
+    members: dict[str, set[int]] = {}
+    for layer in layers.values():
+        if layer is not None:
+            members.setdefault(layer[0], set()).add(layer[1])
+    if any(len(entries) > 1 for entries in members.values()):
+        return {
+            node: layer if layer is not None and len(members[layer[0]]) > 1 else None
+            for node, layer in layers.items()
+        }
+    tops = {node: path.partition(".")[0] for node, path in paths.items()}
+    return {node: (top, 0) if top else None for node, top in tops.items()}
 
 
 class _Cutter:

@@ -11,7 +11,7 @@ from msc.passes.build_chunks import BuildChunks
 from msc.passes.check_communication import check_communication
 from msc.passes.compilation import Compilation
 from msc.passes.cut import cut
-from msc.passes.differentiate import differentiate
+from msc.passes.differentiate import Differentiated, differentiate
 from msc.passes.fuse_bias import FuseBias
 from msc.passes.fuse_sums import FuseSums
 from msc.passes.normalize import NORMALIZE
@@ -21,6 +21,7 @@ from msc.passes.rank_graph import build_rank_graph
 from msc.passes.reduce_early import ReduceEarly
 from msc.passes.shard import Shard
 from msc.passes.shard_batch import ShardBatch
+from msc.passes.sharding.partition import Partitioned
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,32 @@ class Differentiate(UnitPass):
 
     def run(self, unit: Compilation) -> int:
         unit.graphs = {}
-        for name, local in unit.local.items():
-            found = differentiate(local.gm, unit.fake_mode, with_backward=name != "prelude")
-            if name == "prelude":
-                local.gm = found.forward
-                unit.graphs[name] = found.forward
-                continue
-            unit.differentiated[name] = found
-            unit.graphs[f"{name}.forward"] = found.forward
-            if found.backward is not None:
-                unit.graphs[f"{name}.backward"] = found.backward
-        if unit.local_prologue is not None:
-            found = differentiate(unit.local_prologue.gm, unit.fake_mode, with_backward=False)
-            unit.local_prologue.gm = found.forward
-            unit.graphs["prologue"] = found.forward
+        done: dict[int, Differentiated] = {}  # blocks that are alike on several variants
+        for variant in unit.variants:
+            for name, local in variant.local.items():
+                if name == "prelude":
+                    continue
+                if id(local) not in done:
+                    done[id(local)] = self._block(unit, name, variant.suffix, local)
+                variant.differentiated[name] = done[id(local)]
+        first = unit.variants[0]
+        for name, shared in (
+            ("prelude", first.local["prelude"]),
+            ("prologue", first.local_prologue),
+        ):
+            if shared is not None:
+                shared.gm = differentiate(shared.gm, unit.fake_mode, with_backward=False).forward
+                unit.graphs[name] = shared.gm
         return len(unit.graphs)
+
+    def _block(
+        self, unit: Compilation, name: str, suffix: str, local: Partitioned
+    ) -> Differentiated:
+        found = differentiate(local.gm, unit.fake_mode)
+        unit.graphs[f"{name}.forward{suffix}"] = found.forward
+        if found.backward is not None:
+            unit.graphs[f"{name}.backward{suffix}"] = found.backward
+        return found
 
 
 @dataclass(frozen=True)
@@ -73,11 +85,13 @@ class BuildRankGraphs(UnitPass):
     essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
-        stages = unit.settings.mesh.axis_size("pp")
-        unit.rank_graphs = [build_rank_graph(unit, stage) for stage in range(stages)]
-        for stage, gm in enumerate(unit.rank_graphs):
-            unit.graphs[f"rank.pp{stage}"] = gm
-        return stages
+        unit.rank_graphs = []
+        for stage in range(unit.settings.mesh.axis_size("pp")):
+            for variant in unit.variants:
+                gm = build_rank_graph(unit, variant, stage)
+                unit.rank_graphs.append(gm)
+                unit.graphs[f"rank.pp{stage}{variant.suffix}"] = gm
+        return len(unit.rank_graphs)
 
 
 @dataclass(frozen=True)
@@ -88,12 +102,13 @@ class CheckCommunication(UnitPass):
     numerics: ClassVar[str] = BIT_EXACT
 
     def run(self, unit: Compilation) -> int:
-        mesh = unit.settings.mesh
-
-        def stage(rank: int) -> int:
-            return mesh.coordinate(rank).get("pp", 0)
-
-        check_communication(mesh, lambda rank: unit.rank_graphs[stage(rank)], stage, ("pp",))
+        axes = ("pp", "tp") if len(unit.variants) > 1 else ("pp",)
+        check_communication(
+            unit.settings.mesh,
+            lambda rank: unit.rank_graphs[unit.class_of(rank)],
+            unit.class_of,
+            axes,
+        )
         return 0
 
 

@@ -7,7 +7,8 @@
     %r = all_reduce(flatten(%g), 'dp')         reduced once, over every axis that owes it
     %p = adamw(..)
 
-Ranks that differ only on dp or tp run the same graph; their coordinates are nodes.
+Ranks that differ only on dp, or on tp where their shards have equal shapes, run the same graph;
+their coordinates are nodes.
 Numerics: the sum over micro-batches runs in the schedule's order.
 """
 
@@ -26,7 +27,7 @@ from msc.ir.placement import Partial
 from msc.ir.structure import placeholders
 from msc.ir.torch_private import lazy_graph_module
 from msc.passes.chunks import Chunk, Key
-from msc.passes.compilation import Compilation
+from msc.passes.compilation import Compilation, Variant
 from msc.passes.schedules import Step, schedule_of
 
 c10d = torch.ops._c10d_functional
@@ -35,19 +36,20 @@ aten = torch.ops.aten
 _SMALLEST_BUCKET = 2**20
 
 
-def build_rank_graph(unit: Compilation, stage: int) -> fx.GraphModule:
-    """The step of the ranks at pp coordinate `stage`."""
-    return _Builder(unit, stage).build()
+def build_rank_graph(unit: Compilation, variant: Variant, stage: int) -> fx.GraphModule:
+    """The step of the ranks of a variant at pp coordinate `stage`."""
+    return _Builder(unit, variant, stage).build()
 
 
 class _Builder:
-    def __init__(self, unit: Compilation, stage: int) -> None:
+    def __init__(self, unit: Compilation, variant: Variant, stage: int) -> None:
         self.unit = unit
+        self.variant = variant
         self.settings = unit.settings
         self.stage = stage
         self.num_stages = unit.settings.mesh.axis_size("pp")
-        self.chunk: Chunk = unit.chunks[stage]
-        trained = {name for chunk in unit.chunks for name in chunk.parameter_gradients}
+        self.chunk: Chunk = variant.chunks[stage]
+        trained = {name for chunk in variant.chunks for name in chunk.parameter_gradients}
         self.trained = [name for name in self.chunk.parameters if name in trained]
         self.forward_values = _values(self.chunk.forward)
         self.backward_values = _values(self.chunk.backward) if self.chunk.backward else ()
@@ -112,7 +114,7 @@ class _Builder:
                     placeholder = self._placeholder(f"{moment}_{node.name}", meta)
                     self.inputs["optimizer", f"{moment}.{name}"] = placeholder
         needed = list(self.chunk.others)
-        prologue = self.unit.local_prologue
+        prologue = self.variant.local_prologue
         if prologue is not None and any(kind == "step" for kind, _ in needed):
             needed += [(n.meta["kind"], n.meta["name"]) for n in placeholders(prologue.gm)]
         sources = {
@@ -161,7 +163,7 @@ class _Builder:
     # -- the step
 
     def _prologue(self) -> None:
-        prologue = self.unit.local_prologue
+        prologue = self.variant.local_prologue
         if prologue is None or not any(kind == "step" for kind, _ in self.chunk.others):
             return
         args = []
@@ -200,7 +202,7 @@ class _Builder:
     def _receive(self, keys: Sequence[Key], stage: int, gradient: bool) -> list[fx.Node]:
         if not keys:
             return []
-        values = [self.unit.value_meta[key]["val"] for key in keys]
+        values = [self.variant.value_meta[key]["val"] for key in keys]
         shapes = [tuple(value.shape) for value in values]
         dtypes = [value.dtype for value in values]
         channel = f"pp:{stage}>{self.stage}"
@@ -323,7 +325,8 @@ class _Builder:
 
     def _reduce_loss(self) -> fx.Node:
         """The loss of the step, on every rank."""
-        meta = self.unit.loss_meta
+        loss = self.unit.structure.loss
+        meta = self.variant.value_meta[loss.instance, loss.output]
         value = meta["val"]
         if self.loss is None:
             node = self.graph.call_function(aten.full.default, ([], 0.0), {"dtype": value.dtype})

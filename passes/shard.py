@@ -6,19 +6,25 @@ where a gradient flows, the placement of its gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
 
+from msc.ir import placement
 from msc.ir.passes import UnitPass
 from msc.ir.placement import PARTIAL, REPLICATED, VARYING, State, sharded
 from msc.ir.structure import output_nodes, placeholders
-from msc.passes.compilation import Compilation
+from msc.ir.values import tensors_of
+from msc.passes.compilation import Compilation, Variant
+from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.batch import propagate_batch
-from msc.passes.sharding.calls import is_call, value_of
+from msc.passes.sharding.calls import Value, is_call, operands_of, value_of
 from msc.passes.sharding.partition import Partitioned, Plan, partition
 from msc.passes.sharding.rule import Strategy
+from msc.passes.sharding.search import Placed
 
 
 @dataclass(frozen=True)
@@ -31,27 +37,85 @@ class Shard(UnitPass):
 
     def run(self, unit: Compilation) -> int:
         before = unit.texts()
-        for name in unit.structure.blocks:
-            unit.local[name] = _shard_block(unit, name)
-        unit.local["prelude"] = _shard_prelude(unit)
+        uneven = _uneven(unit)
+        unit.variants = _variants(unit, uneven)
+        unit.graphs = {}
+        first = unit.variants[0]
+        for variant in unit.variants:
+            axes = _axes(unit, variant)
+            for name in unit.structure.blocks:
+                if variant is first or name in uneven:
+                    variant.local[name] = _shard_block(unit, axes, name)
+                    unit.graphs[name + variant.suffix] = variant.local[name].gm
+                else:
+                    variant.local[name] = first.local[name]
+        first.local["prelude"] = _shard_prelude(unit)
+        unit.graphs["prelude"] = first.local["prelude"].gm
         if unit.prologue is not None:
-            unit.local_prologue = _shard_prologue(unit, unit.prologue)
+            first.local_prologue = _shard_prologue(unit, unit.prologue)
+            unit.graphs["prologue"] = first.local_prologue.gm
+        for variant in unit.variants:
+            variant.local["prelude"] = first.local["prelude"]
+            variant.local_prologue = first.local_prologue
+            _record_values(unit, variant)
         _record_parameters(unit)
-        _record_values(unit)
-        unit.graphs = {
-            **{name: local.gm for name, local in unit.local.items()},
-            **({"prologue": unit.local_prologue.gm} if unit.local_prologue else {}),
-        }
         return unit.lines_changed(before)
 
 
-def _shard_block(unit: Compilation, name: str) -> Partitioned:
+def _uneven(unit: Compilation) -> dict[str, set[int]]:
+    """Of blocks that tp splits in unequal parts, the coordinates at which parts become smaller."""
+    if unit.placed is None:
+        return {}
+    size = unit.settings.mesh.axis_size("tp")
+    found: dict[str, set[int]] = {}
+    block_of = {n: name for name, gm in unit.structure.blocks.items() for n in gm.graph.nodes}
+    for reader, (node, index), state in _placements(unit.placed):
+        if isinstance(state.value, placement.Shard) and state.value.unit:
+            length = tensors_of(node)[index].shape[state.value.dim]
+            runs = state.value.run_lengths(length)
+            starts = {run // state.value.unit % size for run in runs} - {0}
+            found.setdefault(block_of[reader], set()).update(starts)
+    return found
+
+
+def _placements(placed: Placed) -> Iterator[tuple[fx.Node, Value, State]]:
+    """Every value with each state in which it is held, and a node that holds it so."""
+    for node, strategy in placed.strategies.items():
+        for operand, state in zip(operands_of(node), strategy.operands, strict=True):
+            yield node, operand, state
+        for index, state in enumerate(strategy.results):
+            yield node, (node, index), state
+    for node, state in placed.placeholders.items():
+        yield node, (node, 0), state
+    for value, state in placed.outputs.items():
+        yield value[0], value, state
+
+
+def _variants(unit: Compilation, uneven: dict[str, set[int]]) -> list[Variant]:
+    """Ranges of tp coordinates whose shards have equal shapes."""
+    size = unit.settings.mesh.axis_size("tp")
+    bounds = sorted({0, size, *(start for starts in uneven.values() for start in starts)})
+    single = len(bounds) == 2
+    return [
+        Variant(range(first, last), "" if single else f"@tp{first}")
+        for first, last in itertools.pairwise(bounds)
+    ]
+
+
+def _axes(unit: Compilation, variant: Variant) -> tuple[Axis, ...]:
+    first = variant.coordinates[0]
+    return tuple(
+        replace(axis, part=first) if axis.name == "tp" else axis for axis in unit.settings.axes
+    )
+
+
+def _shard_block(unit: Compilation, axes: tuple[Axis, ...], name: str) -> Partitioned:
     settings = unit.settings
     gm = unit.structure.blocks[name]
     batch = unit.batch[name]
     count = len(settings.batch_axes)
     placed = unit.placed
-    plan = Plan(settings.axes)
+    plan = Plan(axes)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             states = (batch.states[node, 0],) * count
@@ -72,12 +136,12 @@ def _shard_block(unit: Compilation, name: str) -> Partitioned:
 
 
 def _shard_prelude(unit: Compilation) -> Partitioned:
-    settings = unit.settings
+    axes = unit.settings.axes
     gm = unit.structure.prelude
     batch = unit.batch["prelude"]
-    count = len(settings.batch_axes)
-    extra = len(settings.axes) - count
-    plan = Plan(settings.axes)
+    count = len(unit.settings.batch_axes)
+    extra = len(axes) - count
+    plan = Plan(axes)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             plan.placeholders[node] = (batch.states[node, 0],) * count + (REPLICATED,) * extra
@@ -134,7 +198,7 @@ def _record_parameters(unit: Compilation) -> None:
             unit.parameter_states[source.name] = states
 
 
-def _record_values(unit: Compilation) -> None:
+def _record_values(unit: Compilation, variant: Variant) -> None:
     for instance in unit.structure.instances:
-        for index, node in enumerate(output_nodes(unit.local[instance.block].gm)):
-            unit.value_meta[instance.index, index] = dict(node.meta)
+        for index, node in enumerate(output_nodes(variant.local[instance.block].gm)):
+            variant.value_meta[instance.index, index] = dict(node.meta)

@@ -53,4 +53,5 @@ def adamw(
 
 def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
     assert gradient is not None  # the indices are those of gradients that exist
-    return gradient.to(dtype)
+    # the kernel walks through memory: a gradient must lie in it like its parameter
+    return gradient.to(dtype).contiguous()

@@ -108,7 +108,7 @@ def test_numbers_of_an_optimizer(options: dict[str, Any]) -> None:
 
 def test_a_memory_bound() -> None:
     message = refused(mesh="pp=2", memory=1000)
-    assert "Pipeline stage 0 needs" in message or "Pipeline stage 1 needs" in message
+    assert "Pipeline stage0 needs" in message or "Pipeline stage1 needs" in message
     assert "Use more tp or pp ranks, or more micro-batches" in message
     needed = max(compile_gpt(mesh="pp=2").memory_bytes())
     assert compile_gpt(mesh="pp=2", memory=needed).mesh.size == 2
@@ -135,11 +135,8 @@ def test_heads_that_tp_does_not_divide_are_reported(mesh: str) -> None:
     report = msc.verify(odd, models.tokens(), mesh=mesh, dtype=torch.float64)
     assert report.ok, report.first_difference
     said = [line for line in (*report.fallbacks, *report.notes) if line.startswith("h.0: ")]
-    if mesh == "tp=2":
-        assert "does not split the 3 heads" in said[0]
-        assert "each rank attends for its part of the samples instead" in said[0]
-    else:
-        assert "msc.attention runs whole on every tp rank: tp=5 does not split it" in said[0]
+    assert "does not split the 3 heads" in said[0]
+    assert "each rank attends for its part of the samples instead" in said[0]
 
 
 class Branches(nn.Module):

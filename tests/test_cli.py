@@ -287,7 +287,7 @@ def test_errors_of_compile_options(models: str, tmp_path: Path) -> None:
     garbled.write_text("{")
     assert "Cluster file 'nowhere.json'" in error("compile", target, "--cluster", "nowhere.json")
     assert f"Cluster file '{garbled}'" in error("compile", target, "--cluster", str(garbled))
-    assert "Pipeline stage 0 needs" in error("compile", target, "--memory", "100")
+    assert "Pipeline stage0 needs" in error("compile", target, "--memory", "100")
     occupied = error("compile", target, "--dump", str(garbled))
     assert f"The folder '{garbled}' cannot be made" in occupied
 

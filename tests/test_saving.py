@@ -232,7 +232,7 @@ def another_graph(folder: Path) -> None:
         (edit(lambda data: data.update(version=99)), "is of version 99; this MSC reads version 1"),
         (edit(lambda data: data.update(format="x")), "does not describe a program"),
         (edit(lambda data: data.update(micro_batches=4)), "was changed"),
-        (edit(lambda data: data.update(stages=data["stages"][::-1])), "was changed"),
+        (edit(lambda data: data.update(classes=data["classes"][::-1])), "was changed"),
         (swap_stages, "stage0.graphs.json does not belong to"),
         (cut_short, "stage0.graphs.json cannot be read"),
         (another_graph, "stage0.graphs.json does not belong to"),

@@ -108,8 +108,8 @@ def _refuse(function: type[Any]) -> None:
     raise CaptureError(
         f"{function.__qualname__} is a torch.autograd.Function, whose backward a captured graph "
         f"would lose. It is called at {line_of_caller()}. Tell MSC of it: "
-        f"msc.wrap_function({function.__qualname__}). Or write its forward in plain torch ops, or as "
-        "an op with torch.library.custom_op and register_autograd."
+        f"msc.wrap_function({function.__qualname__}). Or write its forward in plain torch ops, or "
+        "as an op with torch.library.custom_op and register_autograd."
     )
 
 

@@ -8,7 +8,7 @@
     fake tensor                         {"T": "f32[4,8]"}        {"T": "f32[4,8]/1,4"} with strides
     torch.int64, torch.strided          {"torch": "int64"}
     device, slice, complex              {"device": "cpu"}        {"slice": [0, 4, 1]}
-    Replicate(), Shard(0, 3)            {"R": null}              {"S": [0, 3]}
+    Replicate(), Shard(0, 3)            {"R": null}              {"S": [0, 3, 0]}
     Partial("sum")                      {"P": "sum"}
 
 A list is never a tag and no plain value is an object, so each text has one reading.
@@ -67,7 +67,7 @@ def _encode_object(value: Any) -> dict[str, Any]:
         return {"R": None}
     if isinstance(value, Shard):
         runs = value.segments
-        return {"S": [value.dim, runs if isinstance(runs, int) else list(runs)]}
+        return {"S": [value.dim, runs if isinstance(runs, int) else list(runs), value.unit]}
     if isinstance(value, Partial):
         return {"P": value.op}
     kind = type(value)
@@ -157,8 +157,8 @@ def _decode_literal(tag: str, content: Any) -> Any:
     if tag == "R":
         return Replicate()
     if tag == "S":
-        dim, runs = content
-        return Shard(dim, runs if isinstance(runs, int) else tuple(runs))
+        dim, runs, unit = content
+        return Shard(dim, runs if isinstance(runs, int) else tuple(runs), unit)
     if tag == "P":
         return Partial(content)
     raise ValueError(f"{{{tag!r}: {content!r}}} is no value")

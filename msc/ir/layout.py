@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,16 @@ import torch
 
 from msc.ir.mesh import Mesh
 from msc.ir.placement import Shard, shard_of, unshard
+
+
+def rank_class(mesh: Mesh, tp_bounds: Sequence[int], rank: int) -> int:
+    """The number of a rank's class: by pipeline stage, and within one by its range on tp.
+
+    tp_bounds: the first tp coordinate of each range of ranks whose shards have equal shapes.
+    """
+    coordinate = mesh.coordinate(rank)
+    place = bisect.bisect_right(tp_bounds, coordinate.get("tp", 0)) - 1
+    return coordinate.get("pp", 0) * len(tp_bounds) + place
 
 
 @dataclass(frozen=True)
@@ -30,11 +41,14 @@ class ParameterLayout:
             whole = shard_of(whole, placement, mesh.axis_size(axis), coordinate[axis])
         return whole.detach().clone(memory_format=torch.contiguous_format)
 
-    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape of every rank's part."""
+    def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The shape of the part that `rank` holds."""
         shape = list(self.shape)
+        coordinate = mesh.coordinate(rank)
         for axis, placement in self.shards.items():
-            shape[placement.dim] //= mesh.axis_size(axis)
+            runs = placement.run_lengths(shape[placement.dim])
+            size, index = mesh.axis_size(axis), coordinate[axis]
+            shape[placement.dim] = sum(placement.part(run, size, index) for run in runs)
         return tuple(shape)
 
     def owners(self, mesh: Mesh) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from msc.ir.errors import PlanError
 
@@ -25,11 +27,16 @@ class AdamW:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise PlanError(f"AdamW: {name} is {value!r}; it is a number.")
-        if not self.lr >= 0:
-            raise PlanError(f"AdamW: lr is {self.lr!r}; it must be at least 0.")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if not 0 <= self.lr < math.inf:
+            raise PlanError(f"AdamW: lr is {self.lr!r}; it is finite and at least 0.")
+        if not _are_rates(self.betas):
             raise PlanError(f"AdamW: betas are {self.betas!r}; they are two numbers in [0, 1).")
         if not self.eps >= 0:
             raise PlanError(f"AdamW: eps is {self.eps!r}; it must be at least 0.")
         if not self.weight_decay >= 0:
             raise PlanError(f"AdamW: weight_decay is {self.weight_decay!r}; it must be at least 0.")
+
+
+def _are_rates(betas: Any) -> bool:
+    numbers = isinstance(betas, (tuple, list)) and all(isinstance(b, (int, float)) for b in betas)
+    return numbers and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)

@@ -7,6 +7,7 @@ q, k and v of a fused weight, or the rows of each sample in a flattened `(batch 
     Shard(0)                 [a b c d | e f g h]           rank 0: a b c d
     Shard(0, 2)              [a b | c d][e f | g h]        rank 0: a b e f
     Shard(0, (4, 2, 2))      [a b | c d][e | f][g | h]     rank 0: a b e g
+    Shard(0, 1, unit=2)      [a b c d | e f]               rank 0: a b c d    uneven, in pairs
 
 `torch.distributed.tensor` placements are the user's spelling of the same thing (`from_torch`).
 """
@@ -32,35 +33,68 @@ class Replicate:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Each segment of `dim` is split evenly over the axis.
+class Split:
+    """How a length is split over an axis: each of its runs into one part per rank.
 
-    `segments` is a number of equal runs, or the lengths of unequal runs; in terms of the dim's
-    global length.
+    segments: a number of equal runs, or the lengths of unequal runs; in terms of the global length.
+    unit: 0 where every run splits evenly. Otherwise parts are whole multiples of `unit` (a head),
+        as equal as possible, and the first ranks have the larger ones.
     """
 
-    dim: int
     segments: Segments = 1
+    unit: int = 0
 
     def run_lengths(self, length: int) -> tuple[int, ...]:
-        """Lengths of the runs of a dim of global length `length`."""
+        """Lengths of the runs of a global length."""
         if isinstance(self.segments, tuple):
             return self.segments
         return (length // self.segments,) * self.segments
 
+    def part(self, run: int, size: int, index: int) -> int:
+        """Length of the part of a run that the rank at `index` of an axis of `size` has."""
+        if not self.unit:
+            return run // size
+        each, more = divmod(run // self.unit, size)
+        return (each + (index < more)) * self.unit
+
     def divides(self, length: int, size: int) -> bool:
-        """Whether every run of a dim of `length` splits evenly over `size` ranks."""
+        """Whether a length consists of these runs, and every run splits over `size` ranks."""
         if isinstance(self.segments, tuple):
-            return sum(self.segments) == length and all(run % size == 0 for run in self.segments)
-        return length % (self.segments * size) == 0 and length > 0
+            whole = sum(self.segments) == length
+        else:
+            whole = length % self.segments == 0
+        unit = self.unit or size
+        return whole and length > 0 and all(run % unit == 0 for run in self.run_lengths(length))
 
     def __str__(self) -> str:
-        if self.segments == 1:
-            return f"S{self.dim}"
-        inner = (
-            self.segments if isinstance(self.segments, int) else "+".join(map(str, self.segments))
-        )
-        return f"S{self.dim}/{inner}"
+        text = ""
+        if self.segments != 1:
+            runs = (self.segments,) if isinstance(self.segments, int) else self.segments
+            text = "/" + "+".join(map(str, runs))
+        return text + (f"@{self.unit}" if self.unit else "")
+
+
+@dataclass(frozen=True, init=False)
+class Shard(Split):
+    """`dim` is split over the axis, as the `Split` says."""
+
+    dim: int = 0
+
+    def __init__(self, dim: int, segments: Segments = 1, unit: int = 0) -> None:
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "segments", segments)
+        object.__setattr__(self, "unit", unit)
+
+    @property
+    def split(self) -> Split:
+        """How the dim is split."""
+        return Split(self.segments, self.unit)
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim}, {self.segments}, unit={self.unit})"
+
+    def __str__(self) -> str:
+        return f"S{self.dim}{super().__str__()}"
 
 
 @dataclass(frozen=True)
@@ -97,27 +131,31 @@ VARYING = State(Replicate(), Partial())
 PARTIAL = State(Partial(), Replicate())
 
 
-def sharded(dim: int, segments: Segments = 1) -> State:
+def sharded(dim: int, segments: Segments = 1, unit: int = 0) -> State:
     """The state of a value sharded along `dim`."""
-    placement = Shard(dim, segments)
+    placement = Shard(dim, segments, unit)
     return State(placement, placement)
 
 
 def shard_of(tensor: torch.Tensor, placement: Shard, size: int, index: int) -> torch.Tensor:
     """The part of a whole `tensor` that the rank at `index` of an axis of `size` holds."""
-    lengths = placement.run_lengths(tensor.shape[placement.dim])
-    runs = torch.split(tensor, list(lengths), placement.dim)
-    parts = [run.chunk(size, placement.dim)[index] for run in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
+    dim = placement.dim
+    parts: list[torch.Tensor] = []
+    for run in torch.split(tensor, list(placement.run_lengths(tensor.shape[dim])), dim):
+        lengths = [placement.part(run.shape[dim], size, rank) for rank in range(size)]
+        parts.append(run.narrow(dim, sum(lengths[:index]), lengths[index]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def unshard(parts: Sequence[torch.Tensor], placement: Shard) -> torch.Tensor:
     """The whole tensor from the parts of all ranks of an axis, in order."""
     size = len(parts)
     dim = placement.dim
-    whole = sum(part.shape[dim] for part in parts)
-    runs = [length // size for length in placement.run_lengths(whole)]
-    pieces = [torch.split(part, runs, dim) for part in parts]
+    runs = placement.run_lengths(sum(part.shape[dim] for part in parts))
+    pieces = [
+        torch.split(part, [placement.part(run, size, rank) for run in runs], dim)
+        for rank, part in enumerate(parts)
+    ]
     return torch.cat([pieces[rank][run] for run in range(len(runs)) for rank in range(size)], dim)
 
 

@@ -175,7 +175,7 @@ def _run_parallel(unit: Compilation, values: Mapping[str, Tensor], seed: int) ->
     layouts = _layouts(unit, values)
 
     def graph(rank: int) -> fx.GraphModule:
-        return unit.rank_graphs[mesh.coordinate(rank).get("pp", 0)]
+        return unit.rank_graphs[unit.class_of(rank)]
 
     def arguments(rank: int) -> list[Tensor]:
         inputs, parameters, buffers = {}, {}, {}

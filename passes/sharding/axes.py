@@ -14,10 +14,14 @@ States = tuple[State, ...]
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis, or the micro-batch axis, that shards."""
+    """A mesh axis, or the micro-batch axis, that shards.
+
+    part: the coordinate whose shapes are meant, where parts differ in length.
+    """
 
     name: str
     size: int
+    part: int = 0
 
 
 def parts(axes: Sequence[Axis]) -> int:
@@ -31,8 +35,21 @@ def local_runs(
     """Local lengths of the runs of `dim` that `axes[axis]` shards, after the axes before it.
 
     None where an earlier axis splits the dim finer than this one, so that the runs are not
-    contiguous, or where what the earlier axes left does not split evenly.
+    contiguous, or where what the earlier axes left does not split so.
     """
+    runs = runs_left(length, axis, states, axes, dim)
+    placement = states[axis].value
+    assert isinstance(placement, Shard)
+    whole = placement.unit or axes[axis].size
+    if runs is None or any(run % whole for run in runs):
+        return None
+    return [placement.part(run, axes[axis].size, axes[axis].part) for run in runs]
+
+
+def runs_left(
+    length: int, axis: int, states: States, axes: Sequence[Axis], dim: int
+) -> list[int] | None:
+    """The runs that `axes[axis]` splits: what the axes before it left of them."""
     placement = states[axis].value
     assert isinstance(placement, Shard)
     runs = list(placement.run_lengths(length))
@@ -42,6 +59,8 @@ def local_runs(
             continue
         if not isinstance(other.segments, int) or not isinstance(placement.segments, int):
             return None
+        if other.unit or placement.unit:
+            return None  # unequal parts are split no further
         if len(runs) % (other.segments * axes[outer].size):
             if other.segments != placement.segments:
                 return None
@@ -50,17 +69,17 @@ def local_runs(
             runs = [run // axes[outer].size for run in runs]
             continue
         runs = runs[: len(runs) // axes[outer].size]
-    if any(run % axes[axis].size for run in runs):
-        return None
-    return [run // axes[axis].size for run in runs]
+    return runs
 
 
 def local_shape(shape: Sequence[int], states: States, axes: Sequence[Axis]) -> tuple[int, ...]:
-    """The shape of a rank's part of a value of global `shape`."""
+    """The shape of the part of a value of global `shape` that the axes' coordinates have."""
     local = list(shape)
     for state, axis in zip(states, axes, strict=True):
         if isinstance(state.value, Shard):
-            local[state.value.dim] //= axis.size
+            dim = state.value.dim
+            runs = state.value.run_lengths(local[dim]) if state.value.unit else (local[dim],)
+            local[dim] = sum(state.value.part(run, axis.size, axis.part) for run in runs)
     return tuple(local)
 
 

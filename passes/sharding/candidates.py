@@ -7,11 +7,11 @@ at the split that takes its result apart, and travel back to the weight.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from msc.ir.placement import Segments, Shard, State
+from msc.ir.placement import Shard, Split, State
 from msc.ir.structure import Structure, output_nodes
 from msc.ir.values import tensors_of
 from msc.passes.sharding.axes import Axis, local_runs
@@ -24,7 +24,14 @@ from msc.passes.sharding.calls import (
     rule_of,
     value_of,
 )
-from msc.passes.sharding.rule import Strategy, factor_of, factors, shard_factor, strategies
+from msc.passes.sharding.rule import (
+    EVEN,
+    Strategy,
+    factor_of,
+    factors,
+    shard_factor,
+    strategies,
+)
 
 _ROUNDS = 12
 
@@ -63,7 +70,7 @@ class _Finder:
         self.axis = axis
         self.axes = (*outer_axes, axis)
         self.values = outer_values
-        self.named: dict[fx.Node, dict[tuple[str, Segments], Strategy | None]] = {}
+        self.named: dict[fx.Node, dict[tuple[str, Split], Strategy | None]] = {}
         self.shards: dict[Value, dict[Shard, None]] = {}
         self.block_of = {
             node: name for name, gm in structure.blocks.items() for node in gm.graph.nodes
@@ -97,21 +104,21 @@ class _Finder:
                     rule = rule_of(node)
                     self.named[node] = {}
                     for factor in factors(rule) if rule is not None else ():
-                        self._add(node, factor, 1)
+                        self._add(node, factor, EVEN)
         for _ in range(_ROUNDS):
             if not self._spread():
                 return
 
-    def _add(self, node: fx.Node, factor: str, segments: Segments) -> bool:
+    def _add(self, node: fx.Node, factor: str, split: Split) -> bool:
         """Try a strategy; record the placements that it gives its operands and results."""
-        if (factor, segments) in self.named[node]:
+        if (factor, split) in self.named[node]:
             return False
         rule = rule_of(node)
         assert rule is not None
-        strategy = shard_factor(rule, factor, segments, self.axis.size)
+        strategy = shard_factor(rule, factor, split, self.axis.size, uneven=True)
         if strategy is not None and not self._fits(node, strategy):
             strategy = None
-        self.named[node][factor, segments] = strategy
+        self.named[node][factor, split] = strategy
         if strategy is None:
             return False
         states = zip(operands_of(node), strategy.operands, strict=True)
@@ -129,7 +136,7 @@ class _Finder:
                 self._record(other, placement)
 
     def _fits(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Whether the shards of the axes before can be split further as the strategy asks."""
+        """Whether what the axes before left can be split as the strategy asks."""
         states = zip(operands_of(node), strategy.operands, strict=True)
         own = (((node, i), state) for i, state in enumerate(strategy.results))
         values = self.values[self.block_of[node]]
@@ -188,7 +195,7 @@ class _Finder:
             canonical(state, value_differentiable(value))
             for value, state in zip(operands, strategy.operands, strict=True)
         )
-        return Strategy(wanted, results, strategy.factor, strategy.segments)
+        return replace(strategy, operands=wanted, results=results)
 
 
 def _distinct(items: Iterable[Strategy]) -> list[Strategy]:

@@ -4,11 +4,14 @@ S -> R~  all-gather, its gradient reduce-scattered      P -> S   reduce-scatter,
 S -> R   all-gather, its gradient sliced                P -> R   all-reduce, identity
 R -> R~  identity, all-reduced                          R -> S   slice, gathered
 R~ -> P  divided by the number of ranks                 R~ -> S  slice, padded
+
+Shards of unequal length are padded to the longest before they travel, and cut afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -16,7 +19,7 @@ from torch import fx
 from msc.ir.errors import VerifyError
 from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Partial, Shard, State
 from msc.ir.values import tensors_of
-from msc.passes.sharding.axes import States, local_runs, with_state
+from msc.passes.sharding.axes import States, local_runs, runs_left, with_state
 from msc.passes.sharding.calls import Value
 from msc.passes.sharding.local_graph import LocalGraph
 
@@ -77,13 +80,13 @@ class Converter:
         if isinstance(want.value, Shard):
             return self._to_shard(value, current, target, index)
         if isinstance(have.value, Shard) and want in (REPLICATED, VARYING):
-            runs = self._runs(value, current, index)
+            dim, parts = have.value.dim, self._parts(value, current, index)
+            node = self._repad(node, dim, parts.local, parts.equal, source)
             grad = "reduce_scatter" if want == VARYING else "shard"
             extra = (self.local.coordinate(axis.name),) if grad == "shard" else ()
             op = msc_ops.all_gather.default
-            return self.local.call(
-                op, node, have.value.dim, runs, *over, grad, *extra, source=source
-            )
+            node = self.local.call(op, node, dim, parts.equal, *over, grad, *extra, source=source)
+            return self._repad(node, dim, parts.all_equal, parts.all_parts, source)
         if isinstance(have.value, Partial) and want in (REPLICATED, VARYING):
             reduce = have.value.op
             if reduce == "max" and self._has_gradient(value):
@@ -105,28 +108,60 @@ class Converter:
         axis = self.local.axes[index]
         have, want = current[index], target[index].value
         assert isinstance(want, Shard)
-        runs = self._runs(value, target, index)
-        args = (node, want.dim, runs, axis.name, axis.size)
+        parts = self._parts(value, target, index)
+        node = self._repad(node, want.dim, parts.all_parts, parts.all_equal, source)
+        args = (node, want.dim, parts.equal, axis.name, axis.size)
         if have == PARTIAL:
-            return self.local.call(msc_ops.reduce_scatter.default, *args, source=source)
-        if have in (REPLICATED, VARYING):
+            node = self.local.call(msc_ops.reduce_scatter.default, *args, source=source)
+        elif have in (REPLICATED, VARYING):
             grad = "all_gather" if have == REPLICATED else "pad"
             coordinate = self.local.coordinate(axis.name)
-            return self.local.call(msc_ops.shard.default, *args, coordinate, grad, source=source)
-        raise _impossible(source, have, target[index], axis.name)
+            node = self.local.call(msc_ops.shard.default, *args, coordinate, grad, source=source)
+        else:
+            raise _impossible(source, have, target[index], axis.name)
+        return self._repad(node, want.dim, parts.equal, parts.local, source)
 
-    def _runs(self, value: Value, states: States, index: int) -> list[int]:
-        placement, axes = states[index].value, self.local.axes
+    def _repad(
+        self, node: fx.Node, dim: int, runs: list[int], lengths: list[int], source: fx.Node
+    ) -> fx.Node:
+        """Parts of unequal length travel padded to equal ones."""
+        if runs == lengths:
+            return node
+        return self.local.call(msc_ops.repad.default, node, dim, runs, lengths, source=source)
+
+    def _parts(self, value: Value, states: States, index: int) -> _Parts:
+        placement, axis = states[index].value, self.local.axes[index]
         assert isinstance(placement, Shard)
         length = tensors_of(value[0])[value[1]].shape[placement.dim]
-        runs = local_runs(length, index, states, axes, placement.dim)
-        if runs is None:
+        axes = self.local.axes
+        local = local_runs(length, index, states, axes, placement.dim)
+        runs = runs_left(length, index, states, axes, placement.dim)
+        if local is None or runs is None:
             raise VerifyError(
                 f"partition: %{value[0].name} is sharded over {[a.name for a in axes]} as "
                 f"{[str(s) for s in states]}, which gives no contiguous runs along dim "
                 f"{placement.dim}. This is a bug in the placement pass."
             )
-        return runs
+        equal = [placement.part(run, axis.size, 0) for run in runs]
+        return _Parts(
+            local,
+            equal,
+            [length for length in equal for _ in range(axis.size)],
+            [placement.part(run, axis.size, rank) for run in runs for rank in range(axis.size)],
+        )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Lengths of the parts of a dim's runs: this rank's, and those that all ranks' fit into.
+
+    all_equal, all_parts: of all ranks, run by run.
+    """
+
+    local: list[int]
+    equal: list[int]
+    all_equal: list[int]
+    all_parts: list[int]
 
 
 def _needs_whole(have: State, want: State, gradient: bool) -> bool:

@@ -9,13 +9,14 @@ import torch
 from torch import fx
 
 from msc.ir.errors import VerifyError
-from msc.ir.placement import Shard
+from msc.ir.placement import Shard, Split
 from msc.ir.values import tensors_of
-from msc.passes.sharding.axes import local_runs
+from msc.passes.sharding.axes import Axis, local_runs
 from msc.passes.sharding.calls import rule_of
 from msc.passes.sharding.local_graph import LocalGraph
 from msc.passes.sharding.rule import LocalCall, Strategy
 
+_CPU = torch.device("cpu")
 msc_ops = torch.ops.msc
 aten = torch.ops.aten
 
@@ -49,17 +50,29 @@ class GraphCall(LocalCall):
         length = _factor_length((*rule.operands, *rule.results), factor)
         total: fx.Node | None = None
         for i in sharding:
-            if self.chosen[i].segments != 1:
+            split = self.chosen[i].split
+            if split.segments != 1:
                 raise VerifyError(
                     f"partition: {self.target} needs the first index of its shard of '{factor}', "
                     "which is split in segments. This is a bug in the rule."
                 )
             axis = self.local.axes[i]
-            length //= axis.size
-            coordinate = self.local.coordinate(axis.name)
-            offset = self._call(aten.mul.Tensor, coordinate, length)
+            offset = self._first_index(split, length, axis)
+            length = split.part(length, axis.size, axis.part)
             total = offset if total is None else self._call(aten.add.Tensor, total, offset)
         return total
+
+    def _first_index(self, split: Split, run: int, axis: Axis) -> fx.Node:
+        """Where this rank's part of a run starts, in terms of its coordinate.
+
+        All ranks that share this graph have parts of one length; where lengths differ, those of
+        the ranks before the first of them are longer.
+        """
+        own = split.part(run, axis.size, axis.part)
+        before = sum(split.part(run, axis.size, rank) for rank in range(axis.part))
+        offset = self._call(aten.mul.Tensor, self.local.coordinate(axis.name), own)
+        ahead = before - own * axis.part
+        return self._call(aten.add.Tensor, offset, ahead) if ahead else offset
 
     def coordinates(self, result: int, dim: int) -> Any:
         states = tuple(strategy.results[result] for strategy in self.chosen)
@@ -71,6 +84,8 @@ class GraphCall(LocalCall):
             if not isinstance(placement, Shard) or placement.dim != dim:
                 continue
             runs = local_runs(length, i, states, axes, dim)
+            if placement.unit and runs is not None:
+                return self._unequal_coordinates(placement, length, axes[i])
             if runs is None or isinstance(placement.segments, tuple):
                 raise VerifyError(
                     f"partition: no global index of %{self.node.name} along dim {dim} placed as "
@@ -83,6 +98,21 @@ class GraphCall(LocalCall):
             return None
         indices = [self.local.coordinate(name) for name in names]
         return self._call(msc_ops.global_coordinates.default, length, indices, sizes, segments)
+
+    def _unequal_coordinates(self, placement: Shard, length: int, axis: Axis) -> fx.Node:
+        """The only axis that splits the dim does so in parts of unequal length."""
+        parts: list[fx.Node] = []
+        first = 0
+        for run in placement.run_lengths(length):
+            start = self._call(aten.add.Tensor, self._first_index(placement, run, axis), first)
+            count = placement.part(run, axis.size, axis.part)
+            steps = self.local.call(
+                aten.arange.default, count, source=self.node, dtype=torch.int64, device=_CPU
+            )
+            steps.meta["differentiable"] = False
+            parts.append(self._call(aten.add.Tensor, steps, start))
+            first += run
+        return parts[0] if len(parts) == 1 else self._call(aten.cat.default, parts)
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         node = self.local.call(target, *args, source=self.node)

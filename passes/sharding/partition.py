@@ -173,7 +173,7 @@ class _Partitioner:
             named = None if rule is None else factor_of(rule.results[0], want.value)
             if rule is None or named is None:
                 return None
-            strategy = shard_factor(rule, *named, self.axes[i].size)
+            strategy = shard_factor(rule, *named, self.axes[i].size, uneven=True)
             if strategy is None or strategy.results[0].value != want.value:
                 return None
             chosen[i] = strategy

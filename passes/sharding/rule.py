@@ -25,8 +25,8 @@ from msc.ir.placement import (
     Partial,
     ReduceOp,
     Replicate,
-    Segments,
     Shard,
+    Split,
     State,
     sharded,
 )
@@ -102,27 +102,35 @@ class Rule:
     localize: Localize | None = None
 
 
+EVEN = Split()
+
+
 @dataclass(frozen=True)
 class Strategy:
-    """One legal way to run a call over one axis: the states of its operands and results."""
+    """One legal way to run a call over one axis: the states of its operands and results.
+
+    split: how `factor` is split; share: the largest part of it that a rank has.
+    """
 
     operands: tuple[State, ...]
     results: tuple[State, ...]
     factor: str | None = None
-    segments: Segments = 1
+    split: Split = EVEN
+    share: float = 1.0
 
     def __str__(self) -> str:
         operands, results = (", ".join(map(str, part)) for part in (self.operands, self.results))
         return f"{self.factor or '-'}: {operands} -> {results}"
 
 
-def placement_of(dims: Dims, factor: str, segments: Segments = 1) -> Shard | None:
+def placement_of(dims: Dims, factor: str, split: Split = EVEN) -> Shard | None:
     """The placement of a tensor when `factor` is sharded; None if the tensor lacks it.
 
-    `segments` refines the factor itself: it is split run by run (a fused weight's columns).
+    `split` says how the factor itself is split: run by run (a fused weight's columns), in units.
     """
     for index, dim in enumerate(dims):
         pieces: list[int] = []
+        units: set[int] = set()
         for run in dim:
             names = [name for name, _ in run]
             if factor not in names:
@@ -130,17 +138,18 @@ def placement_of(dims: Dims, factor: str, segments: Segments = 1) -> Shard | Non
             position = names.index(factor)
             outer = math.prod(length for _, length in run[:position])
             inner = math.prod(length for _, length in run[position + 1 :])
-            length = run[position][1]
-            own = Shard(0, segments).run_lengths(length)
+            own = split.run_lengths(run[position][1])
             pieces.extend([part * inner for part in own] * outer)
+            units.add(split.unit * inner)
         else:
-            if pieces:
-                return Shard(index, len(pieces) if len(set(pieces)) == 1 else tuple(pieces))
+            if pieces and len(units) == 1:
+                segments = len(pieces) if len(set(pieces)) == 1 else tuple(pieces)
+                return Shard(index, segments, units.pop())
     return None
 
 
-def factor_of(dims: Dims, placement: Shard) -> tuple[str, Segments] | None:
-    """The factor, with its segments, whose sharding gives `placement`; None if there is none.
+def factor_of(dims: Dims, placement: Shard) -> tuple[str, Split] | None:
+    """The factor, with its split, whose sharding gives `placement`; None if there is none.
 
     The inverse of `placement_of`, for factors that can be split at all (longer than 1).
     """
@@ -150,15 +159,15 @@ def factor_of(dims: Dims, placement: Shard) -> tuple[str, Segments] | None:
     total = sum(math.prod(length for _, length in run) for run in dim)
     pieces = placement.run_lengths(total)
     for name in dict(dim[0]):
-        for segments in _segments_within(dim, name, pieces):
-            found = placement_of(dims, name, segments)
+        for split in _splits_within(dim, name, pieces, placement.unit):
+            found = placement_of(dims, name, split)
             if found is not None and found.run_lengths(total) == pieces:
-                return name, segments
+                return name, split
     return None
 
 
-def _segments_within(dim: Dim, name: str, pieces: tuple[int, ...]) -> Iterator[Segments]:
-    """Segments of a factor that may split a dim into runs of the lengths `pieces`."""
+def _splits_within(dim: Dim, name: str, pieces: tuple[int, ...], unit: int) -> Iterator[Split]:
+    """Splits of a factor that may split a dim into runs of the lengths `pieces`."""
     places: list[tuple[int, int, int]] = []  # what is major to it, its length, what is minor
     for run in dim:
         lengths = dict(run)
@@ -170,12 +179,15 @@ def _segments_within(dim: Dim, name: str, pieces: tuple[int, ...]) -> Iterator[S
     within, rest = divmod(len(pieces), sum(outer for outer, _, _ in places))
     if rest or not within:
         return
-    if all(length % within == 0 and length > within for _, length, _ in places):
-        yield within
     inner = places[0][2]
+    if unit and (not inner or unit % inner or any(other != inner for _, _, other in places)):
+        return
+    own_unit = unit // inner if unit else 0
+    if all(length % within == 0 and length > within for _, length, _ in places):
+        yield Split(within, own_unit)
     own = tuple(piece // inner for piece in pieces[:within]) if inner else ()
     if min(own, default=0) > 1 and all(sum(own) == other for _, other, _ in places):
-        yield own
+        yield Split(own, own_unit)
 
 
 def strategies(
@@ -183,12 +195,14 @@ def strategies(
     num_operands: int,
     num_results: int,
     size: int,
-    candidates: Sequence[tuple[str, Segments]] = (),
+    candidates: Sequence[tuple[str, Split]] = (),
+    uneven: bool = False,
 ) -> list[Strategy]:
     """Every legal way to run a call over an axis of `size` ranks.
 
-    `candidates` names factors with segments beyond the plain ones, as found by propagating
-    placements from the neighbours. Without a rule only replication is legal.
+    `candidates` names factors with splits beyond the plain ones, as found by propagating
+    placements from the neighbours. Without a rule only replication is legal. `uneven` allows
+    parts of unequal length.
     """
     found = [
         Strategy((REPLICATED,) * num_operands, (REPLICATED,) * num_results),
@@ -199,9 +213,9 @@ def strategies(
     for group in rule.linear:
         operands = tuple(PARTIAL if i in group else VARYING for i in range(num_operands))
         found.append(Strategy(operands, (PARTIAL,) * num_results))
-    wanted = dict.fromkeys([*((name, 1) for name in factors(rule)), *candidates])
-    for factor, segments in wanted:
-        strategy = shard_factor(rule, factor, segments, size)
+    wanted = dict.fromkeys([*((name, EVEN) for name in factors(rule)), *candidates])
+    for factor, split in wanted:
+        strategy = shard_factor(rule, factor, split, size, uneven)
         if strategy is not None and strategy not in found:
             found.append(strategy)
     return found
@@ -218,35 +232,83 @@ def factors(rule: Rule) -> dict[str, int]:
     return {name: length for name, length in names.items() if name not in rule.whole}
 
 
-def shard_factor(rule: Rule, factor: str, segments: Segments, size: int) -> Strategy | None:
-    """The strategy that shards `factor` over `size` ranks; None if it is not legal."""
-    if factor in rule.whole or (segments != 1 and factor in rule.contiguous):
+def shard_factor(
+    rule: Rule, factor: str, split: Split, size: int, uneven: bool = False
+) -> Strategy | None:
+    """The strategy that shards `factor` over `size` ranks; None if it is not legal.
+
+    With `uneven`, a factor that does not split evenly is split in units: those of `split`, or 1.
+    """
+    if factor in rule.whole or (split.segments != 1 and factor in rule.contiguous):
         return None
+    lengths = _lengths(rule, factor)
+    if not lengths:
+        return None
+    fitted = _fit(split, lengths, size, uneven)
+    if fitted is None:
+        return None
+    split, share = fitted
+    operands = tuple(_operand_state(dims, factor, split) for dims in rule.operands)
+    if split.unit and not all(_placed_alike(dims, factor, split) for dims in rule.operands):
+        return None
+    results: list[State] = []
+    for index, dims in enumerate(rule.results):
+        placement = placement_of(dims, factor, split)
+        if placement is not None:
+            results.append(State(placement, placement))
+            continue
+        reduction = rule.contracted.get(factor)
+        if reduction is None or not _placed_alike(dims, factor, split):
+            return None
+        op = reduction if isinstance(reduction, str) else reduction[index]
+        results.append(State(Partial(op), Replicate()))
+    return Strategy(operands, tuple(results), factor, split, share)
+
+
+def _lengths(rule: Rule, factor: str) -> set[int]:
+    """The lengths that a factor has; none if a dim has it in some of its runs only."""
+    found: set[int] = set()
     for dims in (*rule.operands, *rule.results):
         for dim in dims:
             shares = [[length for name, length in run if name == factor] for run in dim]
             if not any(shares):
                 continue
             if not all(shares):
-                return None
-            for (length,) in shares:
-                if not Shard(0, segments).divides(length, size):
-                    return None
-    operands = tuple(_operand_state(dims, factor, segments) for dims in rule.operands)
-    results: list[State] = []
-    for index, dims in enumerate(rule.results):
-        placement = placement_of(dims, factor, segments)
-        if placement is not None:
-            results.append(State(placement, placement))
-            continue
-        reduction = rule.contracted.get(factor)
-        if reduction is None:
-            return None
-        op = reduction if isinstance(reduction, str) else reduction[index]
-        results.append(State(Partial(op), Replicate()))
-    return Strategy(operands, tuple(results), factor, segments)
+                return set()
+            found.update(length for (length,) in shares)
+    return found
 
 
-def _operand_state(dims: Dims, factor: str, segments: Segments) -> State:
-    placement = placement_of(dims, factor, segments)
-    return VARYING if placement is None else sharded(placement.dim, placement.segments)
+def _fit(split: Split, lengths: set[int], size: int, uneven: bool) -> tuple[Split, float] | None:
+    """The split in its one form for these lengths, and the largest part that a rank has."""
+    even = Split(split.segments)
+    if all(even.divides(length, size) for length in lengths):
+        units = [
+            run // split.unit if split.unit else size
+            for n in lengths
+            for run in even.run_lengths(n)
+        ]
+        if all(count % size == 0 for count in units):
+            return even, 1 / size
+    if not uneven:
+        return None
+    split = Split(split.segments, split.unit or 1)
+    if not all(split.divides(length, size) for length in lengths):
+        return None
+    runs = [run for length in lengths for run in split.run_lengths(length)]
+    if min(runs) < size * split.unit:
+        return None  # a rank without a part gains nothing, and many ops refuse empty tensors
+    return split, max(split.part(run, size, 0) / run for run in runs)
+
+
+def _placed_alike(dims: Dims, factor: str, split: Split) -> bool:
+    """Whether a tensor lacks the factor, or can be sharded by it in these units."""
+    has = any(name == factor for dim in dims for run in dim for name, _ in run)
+    return not has or placement_of(dims, factor, split) is not None
+
+
+def _operand_state(dims: Dims, factor: str, split: Split) -> State:
+    placement = placement_of(dims, factor, split)
+    if placement is None:
+        return VARYING
+    return sharded(placement.dim, placement.segments, placement.unit)

@@ -21,13 +21,13 @@ from torch import fx
 from msc.cost import CostModel, call_flops
 from msc.cost.flops import is_gemm, nbytes
 from msc.ir.errors import PlanError
-from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Partial, Shard, State, sharded
+from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Partial, Shard, State
 from msc.ir.structure import Structure, output_nodes
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.calls import Value, is_call, operands_of, value_of
 from msc.passes.sharding.candidates import Candidates, value_differentiable
-from msc.passes.sharding.rule import Strategy
+from msc.passes.sharding.rule import EVEN, Strategy
 
 _REFINEMENTS = 4
 
@@ -67,7 +67,7 @@ class Payload:
         return (
             isinstance(state.value, Shard)
             and state.value.dim < len(self.outer)
-            and (self.outer[state.value.dim] > 1 or state.value.segments != 1)
+            and (self.outer[state.value.dim] > 1 or state.value.split != EVEN)
         )
 
 
@@ -209,7 +209,7 @@ class _Program:
     def _placeholder(self, node: fx.Node, weight: int) -> None:
         kind = node.meta["kind"]
         options: list[tuple[State, float]] = []
-        shards = [sharded(p.dim, p.segments) for p in self.candidates.placeholders[node]]
+        shards = [State(p, p) for p in self.candidates.placeholders[node]]
         if kind == "parameter":
             trainable = bool(node.meta.get("differentiable"))
             penalty = self._parameter_penalty(node)
@@ -256,10 +256,9 @@ class _Program:
         traffic = 0.0 if gemm else sum(nbytes(t) for t in (*operands, *results)) * share
         passes = 3 if any(value_differentiable((node, i)) for i in range(len(results))) else 1
         whole = self.model.compute(work, traffic) * passes
-        excess = whole * (1 - 1 / self.axis.size)  # beyond an even share
+        even = 1 / self.axis.size
         self.choice[node] = [
-            self._variable(0.0 if s.factor is not None else excess * weight, binary=True)
-            for s in listed
+            self._variable(whole * (s.share - even) * weight, binary=True) for s in listed
         ]
         self._row([(v, 1.0) for v in self.choice[node]], 1, 1)
         for index in range(max(1, len(results))):

@@ -154,7 +154,7 @@ SMALL = """\
 ["call_function", "sum_dim_int_list", "aten.sum.dim_IntList", [{"n": "x"}, [0], true], \
 [["dtype", {"torch": "float64"}]], {"differentiable": true, "grad_placement": {"d": []}, \
 "marks": {"d": [["recompute", true], ["limit", {"float": "inf"}]]}, "module_path": "layers.0", \
-"phase": "forward", "placement": {"d": [["tp", {"S": [1, [4, 4]]}], ["dp", {"P": "max"}]]}, \
+"phase": "forward", "placement": {"d": [["tp", {"S": [1, [4, 4], 0]}], ["dp", {"P": "max"}]]}, \
 "source": "model.py:3 in forward", "val": {"T": "f64[1,8]/1,1"}}],
 ["output", "output", "output", [{"t": [{"n": "sum_dim_int_list"}, null]}], [], {}]]},
 {"name": "rank", "meta": [["gradients", ["w"]], ["sizes", {"t": [1, 2]}]], \

@@ -134,3 +134,93 @@ def test_a_loss_that_is_a_logarithm_of_a_sum(microbatches: int) -> None:
     )
     assert report.ok, report.first_difference
     assert bool(report.notes) == (microbatches > 1)
+
+
+class TransposedWeight(nn.Module):
+    """The gradient of the weight has other strides than the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bfd,edf->bef", x, self.weight).pow(2).mean()
+
+
+@pytest.mark.parametrize("mesh", ["", "tp=2", "dp=2"])
+def test_the_optimizer_reads_gradients_of_any_strides(mesh: str) -> None:
+    torch.manual_seed(0)
+    model, batch = TransposedWeight().double(), (torch.randn(8, 5, 3).double(),)
+    program = msc.compile(model, batch, mesh=mesh, optimizer=msc.AdamW(lr=1e-2))
+    result = program.run_virtual(batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(*batch).backward()
+    optimizer.step()
+    torch.testing.assert_close(result.params["weight"], model.weight.detach(), rtol=0, atol=1e-12)
+
+
+class Spectrum(nn.Module):
+    """Complex values on the way of a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.fft.fft(self.first(x), dim=1).real).pow(2).mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,dp=2,tp=2"])
+def test_complex_values_have_gradients(mesh: str) -> None:
+    torch.manual_seed(0)
+    report = msc.verify(Spectrum(), (torch.randn(4, 6, 4),), mesh=mesh, dtype=torch.float64)
+    assert report.ok, report.first_difference
+
+
+class Lookup(nn.Module):
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(12, 8, sparse=sparse), nn.Linear(8, 12)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.table(tokens))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("mesh", ["", "tp=2", "tp=5"])
+def test_ids_outside_of_the_table_are_refused(mesh: str) -> None:
+    tokens = torch.randint(12, (4, 6))
+    program = msc.compile(Lookup(), (tokens, tokens), mesh=mesh)
+    for wrong, said in ((12, "row 12"), (-1, "row -1")):
+        outside = tokens.clone()
+        outside[1, 2] = wrong
+        with pytest.raises(msc.InputError, match=f"table of 12 rows .*{said}.* 0 to 11"):
+            program.run_virtual((outside, tokens))
+
+
+def test_a_table_with_sparse_gradients() -> None:
+    """Its gradient is dense here; the numbers are the same."""
+    tokens = torch.randint(12, (4, 6))
+    report = msc.verify(Lookup(sparse=True), (tokens, tokens), mesh="tp=2", dtype=torch.float64)
+    assert report.ok, report.first_difference
+
+
+class Flat(nn.Module):
+    """No numbered container: the outermost modules are the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.head = nn.GroupNorm(2, 8), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = functional.relu(self.first(x))
+        x = functional.relu(self.norm(self.second(x))).mean((2, 3))
+        return functional.cross_entropy(self.head(x), labels)
+
+
+def test_a_flat_model_is_cut_at_its_modules() -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 3, 6, 6), torch.randint(10, (4,)))
+    report = msc.verify(Flat(), batch, mesh="pp=3,dp=2", microbatches=2, dtype=torch.float64)
+    assert report.ok, report.first_difference

@@ -191,7 +191,7 @@ def step(unit: Compilation, values: Mapping[str, Tensor]) -> tuple[list[Tensor],
     mesh = unit.settings.mesh
 
     def graph(rank: int) -> fx.GraphModule:
-        return unit.rank_graphs[mesh.coordinate(rank).get("pp", 0)]
+        return unit.rank_graphs[unit.class_of(rank)]
 
     layouts = {name: layout(unit, name, value) for name, value in values.items()}
 

@@ -129,7 +129,7 @@ return ((%add_tensor,), (%getitem,))
 
 
 def test_what_a_chunk_reads_and_yields() -> None:
-    first, middle, last = chunks(skipping(), "pp=3").chunks
+    first, middle, last = chunks(skipping(), "pp=3").variants[0].chunks
     assert (first.received, first.sent, first.has_loss) == ([], [(0, 0)], False)
     assert (middle.received, middle.sent) == ([(0, 0)], [(0, 0), (1, 0)])
     assert (last.received, last.sent, last.has_loss) == ([(0, 0), (1, 0)], [], True)
@@ -144,7 +144,7 @@ def test_what_a_chunk_reads_and_yields() -> None:
 
 def test_instances_of_a_block_share_its_graph() -> None:
     unit = chunks(layers(4, tied=True), "")
-    (chunk,) = unit.chunks
+    (chunk,) = unit.variants[0].chunks
     calls = [n for n in chunk.forward.graph.nodes if n.op == "call_module"]
     assert [node.target for node in calls] == [
         "prelude",
@@ -159,7 +159,7 @@ def test_instances_of_a_block_share_its_graph() -> None:
 
 def test_a_parameter_read_twice_in_a_chunk_has_one_gradient() -> None:
     unit = assert_parity(layers(2, tied=True), "")
-    (chunk,) = unit.chunks
+    (chunk,) = unit.variants[0].chunks
     assert chunk.parameter_gradients.count("head.weight") == 1
 
 
@@ -171,7 +171,7 @@ def test_the_prelude_is_cut_to_what_a_chunk_reads() -> None:
     y = build.linear(x, weights[0], "layers.0")
     y = build.call(ATEN.mul.Tensor, build.linear(y, weights[1], "layers.1"), scale, path="layers.1")
     gm = build.done(build.call(ATEN.sum.default, y, path="layers.1"))
-    first, last = chunks(gm, "pp=2").chunks
+    first, last = chunks(gm, "pp=2").variants[0].chunks
     assert (first.others, last.others) == ([("input", "x")], [("input", "mask")])
 
 

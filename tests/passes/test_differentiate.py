@@ -133,7 +133,7 @@ def test_a_linear_saves_no_value_of_its_own() -> None:
 def test_only_tensors_are_saved() -> None:
     """Of several results only those that are read; never the tuple."""
     unit = through("differentiate", captured(GPT(), "", token_batch()))
-    for found in unit.differentiated.values():
+    for found in unit.variants[0].differentiated.values():
         outputs = output_nodes(found.forward)
         assert len(outputs) == found.num_outputs + found.num_saved
         assert all(isinstance(node.meta["val"], Tensor) for node in outputs)
@@ -147,8 +147,8 @@ def test_only_tensors_are_saved() -> None:
 
 def test_every_trainable_parameter_has_a_gradient() -> None:
     unit = through("differentiate", captured(GPT(), "", token_batch()))
-    for name, found in unit.differentiated.items():
-        nodes = placeholders(unit.local[name].gm)
+    for name, found in unit.variants[0].differentiated.items():
+        nodes = placeholders(unit.variants[0].local[name].gm)
         with_gradient = {nodes[i].name for i in found.gradients}
         assert with_gradient == {node.name for node in nodes if node.meta.get("differentiable")}
 
@@ -247,7 +247,7 @@ def viewed(base_too: bool) -> fx.GraphModule:
 @pytest.mark.parametrize("mesh", ["", "pp=2"])
 def test_gradients_come_in_by_every_view_of_an_output(base_too: bool, mesh: str) -> None:
     unit = assert_parity(viewed(base_too), mesh)
-    found = unit.differentiated["block0"]
+    found = unit.variants[0].differentiated["block0"]
     assert found.tangents == ((0, 1, 2) if base_too else (0, 1))
 
 

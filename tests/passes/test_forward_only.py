@@ -20,10 +20,10 @@ from tests import models
 def evaluate(program: Program, batch: Any) -> torch.Tensor:
     graphs = [forward_only(graph) for graph in program.rank_graphs]
     ranks = range(program.mesh.size)
-    executor = VirtualExecutor(program.mesh, lambda rank: graphs[program.stage_of(rank)])
+    executor = VirtualExecutor(program.mesh, lambda rank: graphs[program.class_of(rank)])
     inputs = [
         program.initial_state(rank).arguments(
-            graphs[program.stage_of(rank)], program.local_inputs(batch, rank)
+            graphs[program.class_of(rank)], program.local_inputs(batch, rank)
         )
         for rank in ranks
     ]

@@ -99,7 +99,7 @@ def test_a_bias_behind_a_collective_stays_there() -> None:
     unit = assert_parity(mlp(), "tp=2")
     fused = [
         len(node.args) > 2 and node.args[2] is not None
-        for node in unit.local["block0"].gm.graph.nodes
+        for node in unit.variants[0].local["block0"].gm.graph.nodes
         if node.target is LINEAR
     ]
     assert fused == [True, False]

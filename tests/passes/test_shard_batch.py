@@ -251,13 +251,15 @@ def test_what_combines_samples_is_refused_over_time_and_named() -> None:
     for mesh in ("", "dp=2"):
         with pytest.raises(NotSeparableError) as error:
             sharded(contrastive(), mesh, 2)
-        assert str(error.value) == "it combines samples"
+        assert str(error.value) == "combines samples of the batch"
         assert error.value.node.meta["module_path"] == "head.scores"
 
 
 def test_what_combines_samples_is_gathered_over_dp() -> None:
     unit = assert_parity(contrastive(), "dp=2")
-    gathers = [n for n in unit.local["block0"].gm.graph.nodes if "all_gather" in str(n.target)]
+    gathers = [
+        n for n in unit.variants[0].local["block0"].gm.graph.nodes if "all_gather" in str(n.target)
+    ]
     assert len(gathers) == 1  # both operands of the product come from one
 
 

@@ -8,24 +8,43 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from msc.ir.errors import InputError
 from msc.ir.ops.library import define
 
 _NO_ROW = -1
 
 
-def embedding(ids: Tensor, w: Tensor, start: Tensor | None = None, padding_idx: int = -1) -> Tensor:
+def embedding(
+    ids: Tensor, w: Tensor, start: Tensor | None = None, padding_idx: int = -1, table_rows: int = -1
+) -> Tensor:
     """ids int `[...]`, w `[rows, d]` -> `[..., d]`.
 
-    With `start` (0-dim int64) w holds the rows `[start, start + rows)` of the table and every other
-    id gives zeros; without it an id out of range raises IndexError. `padding_idx` is an id of the
-    whole table; it only matters for the gradient.
+    With `start` (0-dim int64) w holds the rows `[start, start + rows)` of a table of `table_rows`,
+    and every other id gives zeros. `padding_idx` is an id of the whole table; it only matters for
+    the gradient. Raises `InputError` for an id outside of the table, where reading ids back costs
+    nothing (on the CPU).
     """
     if start is None:
-        return functional.embedding(ids, w)
+        try:
+            return functional.embedding(ids, w)
+        except IndexError as error:
+            raise _outside(ids, w.shape[0]) from error
+    if table_rows >= 0 and ids.device.type == "cpu" and ids.numel():
+        low, high = torch.aminmax(ids)
+        if low < 0 or high >= table_rows:
+            raise _outside(ids, table_rows)
     local = ids - start
     inside = (local >= 0) & (local < w.shape[0])
     rows = functional.embedding(local.clamp_(0, w.shape[0] - 1), w)
     return rows.masked_fill_(~inside.unsqueeze(-1), 0)
+
+
+def _outside(ids: Tensor, rows: int) -> InputError:
+    return InputError(
+        f"An embedding table of {rows} rows was asked for row {int(ids.max())}"
+        + (f" and for row {int(ids.min())}" if int(ids.min()) < 0 else "")
+        + f". Ids go from 0 to {rows - 1}: check the tokens of the batch and the size of the table."
+    )
 
 
 def embedding_wgrad(
@@ -52,7 +71,7 @@ def _scatter_rows(gy: Tensor, ids: Tensor, num_rows: int, skipped: int) -> Tenso
 
 
 def _embedding_fake(
-    ids: Tensor, w: Tensor, start: Tensor | None = None, padding_idx: int = -1
+    ids: Tensor, w: Tensor, start: Tensor | None = None, padding_idx: int = -1, table_rows: int = -1
 ) -> Tensor:
     return w.new_empty((*ids.shape, w.shape[1]))
 
@@ -64,14 +83,14 @@ def _embedding_wgrad_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ids, w, start, ctx.padding_idx = inputs
+    ids, w, start, ctx.padding_idx, _ = inputs
     ctx.save_for_backward(ids, start)
     ctx.num_rows = w.shape[0]
 
 
 def _backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     ids, start = ctx.saved_tensors
-    return None, EMBEDDING_WGRAD(gy, ids, start, ctx.num_rows, ctx.padding_idx), None, None
+    return None, EMBEDDING_WGRAD(gy, ids, start, ctx.num_rows, ctx.padding_idx), None, None, None
 
 
 EMBEDDING_WGRAD = define(
@@ -81,7 +100,8 @@ EMBEDDING_WGRAD = define(
     _embedding_wgrad_fake,
 )
 EMBEDDING = define(
-    "embedding(Tensor ids, Tensor w, Tensor? start=None, int padding_idx=-1) -> Tensor",
+    "embedding(Tensor ids, Tensor w, Tensor? start=None, int padding_idx=-1, int table_rows=-1)"
+    " -> Tensor",
     embedding,
     _embedding_fake,
     setup=_setup,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,13 @@ from msc.ir.placement import ReduceOp
 from msc.ir.torch_private import OpOverload, num_returns, schema_arguments
 from msc.passes.sharding.rule import Localize, Rule
 from msc.passes.sharding.rules.binding import Bound, parse_linear
-from msc.passes.sharding.rules.notation import ELLIPSIS, Token, from_notation, tokens
+from msc.passes.sharding.rules.notation import (
+    ELLIPSIS,
+    Token,
+    factor_lengths,
+    from_notation,
+    tokens,
+)
 
 T = TypeVar("T")
 
@@ -32,6 +40,7 @@ class CustomRule:
     contracted: Mapping[str, ReduceOp | tuple[ReduceOp, ...]]
     whole: tuple[str, ...]
     linear: str
+    lengths: Mapping[str, int]
     localize: Localize | None
 
     @property
@@ -54,14 +63,17 @@ class CustomRule:
             whole="".join(self._kept_whole()),
             contracted=dict(self.contracted),
             linear=self.linear,
+            lengths=self.lengths,
             localize=self.localize,
         )
 
     def _kept_whole(self) -> list[str]:
-        """Letters that a side lacks are whole, unless they are contracted."""
+        """Letters that a side lacks are whole, unless `contracted` or `localize` sees to them."""
         read, made = (set(_letters(",".join(terms))) for terms in (self.operands, self.results))
-        lone = sorted((read ^ made) - set(self.contracted))
-        return [*self.whole, *(letter for letter in lone if letter not in self.whole)]
+        lone = read - made - set(self.contracted)
+        if self.localize is None:
+            lone |= made - read
+        return [*self.whole, *(letter for letter in sorted(lone) if letter not in self.whole)]
 
     def check_syntax(self) -> None:
         """Raise `UserError` unless notation and options are well formed."""
@@ -81,7 +93,8 @@ class CustomRule:
 
     def _check_options(self) -> None:
         known = set(_letters(self.notation))
-        for option, named in (("whole", self.whole), ("contracted", tuple(self.contracted))):
+        options = {"whole": self.whole, "contracted": self.contracted, "lengths": self.lengths}
+        for option, named in options.items():
             for letter in named:
                 if letter not in known and letter != "...":
                     self._refuse(f"has no factor '{letter}', which {option}= names")
@@ -115,7 +128,7 @@ class CustomRule:
             self._refuse(
                 f"has {len(self.results)} results, but the op returns {num_returns(target)}"
             )
-        for name in sum(parse_linear(self.linear), []):
+        for name in itertools.chain.from_iterable(parse_linear(self.linear)):
             if name not in names:
                 self._refuse(f"has no tensor argument '{name}', which linear= names")
 
@@ -137,7 +150,10 @@ class CustomRule:
                     f"says '{term.strip()}' of {what}, which has {len(shape)} dims {list(shape)}",
                     PlanError,
                 )
-            for letter, length in _alone(found, shape):
+            for token, length in _placed(found, shape):
+                if len(token) != 1:
+                    continue
+                (letter,) = token
                 before = lengths.setdefault(letter, length)
                 if before == 1:
                     lengths[letter] = length
@@ -145,6 +161,26 @@ class CustomRule:
                     self._refuse(
                         f"gives factor '{letter}' length {before} and, in {what} "
                         f"{list(shape)}, {length}",
+                        PlanError,
+                    )
+        self._check_products(sides)
+
+    def _check_products(self, sides: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+        known = factor_lengths([(tokens(term), shape) for _, term, shape in sides], self.lengths)
+        for what, term, shape in sides:
+            for token, length in _placed(tokens(term), shape):
+                missing = [letter for letter in token if letter not in known]
+                if missing:
+                    self._refuse(
+                        f"leaves the lengths of {', '.join(missing)} open: give one of them by "
+                        "lengths=",
+                        PlanError,
+                    )
+                product = math.prod(known[letter] for letter in token)
+                if length not in (1, product):
+                    self._refuse(
+                        f"makes {product} of ({''.join(token)}), which in {what} {list(shape)} "
+                        f"has length {length}",
                         PlanError,
                     )
 
@@ -156,14 +192,14 @@ def _letters(text: str) -> list[str]:
     return [character for character in text if character.isalpha()]
 
 
-def _alone(found: Sequence[Token], shape: Sequence[int]) -> list[tuple[str, int]]:
-    """Factors that are a dim of their own, with its length."""
+def _placed(found: Sequence[Token], shape: Sequence[int]) -> list[tuple[Token, int]]:
+    """The named dims with their lengths."""
     at = found.index(ELLIPSIS) if ELLIPSIS in found else len(found)
     behind = len(found) - at - 1
     pairs = list(zip(found[:at], shape[:at], strict=True))
     if behind > 0:
         pairs += zip(found[at + 1 :], shape[-behind:], strict=True)
-    return [(token[0], length) for token, length in pairs if len(token) == 1]
+    return pairs
 
 
 _RULES: dict[str, CustomRule] = {}
@@ -181,6 +217,7 @@ def sharding_rule(
     contracted: Mapping[str, ReduceOp | tuple[ReduceOp, ...]] | None = None,
     whole: str | Sequence[str] = (),
     linear: str = "",
+    lengths: Mapping[str, int] | None = None,
     localize: Localize | None = None,
 ) -> Callable[[T], T]:
     """Say how the dims of an op's operands and results belong together, so that it can be sharded.
@@ -199,10 +236,11 @@ def sharding_rule(
             later: the call works as a decorator of its definition, and alone.
         notation: see above. A rule given twice replaces the first.
         contracted: factor -> how the ranks' results are put together where a result lacks it:
-            "sum", "max" or "logsumexp", or one of them for each result. Any other factor that
-            operands or results lack stays whole.
+            "sum", "max" or "logsumexp", or one of them for each result. Any other factor that the
+            results lack stays whole; so does one that only they have, without `localize`.
         whole: more factors that cannot be split, as the dim that a norm divides by.
         linear: names of arguments in which the op is jointly linear, groups separated by `|`.
+        lengths: of factors that occur in products only, as the width of a head.
         localize: gets the call on this rank (`local.args`, `local.operand_shapes`,
             `local.result_shapes`, `local.start(factor)`), returns target, args and kwargs that
             run: for an op that takes sizes.
@@ -212,7 +250,15 @@ def sharding_rule(
     """
     if not _NAME.fullmatch(op):
         raise UserError(f"'{op}' is no name of an op; it looks like 'mylib::op'.")
-    rule = CustomRule(op, notation, dict(contracted or {}), tuple(whole), linear, localize)
+    rule = CustomRule(
+        op,
+        notation,
+        dict(contracted or {}),
+        tuple(whole),
+        linear,
+        dict(lengths or {}),
+        localize,
+    )
     rule.check_syntax()
     namespace, _, name = op.partition("::")
     name, _, overload = name.partition(".")

@@ -66,7 +66,7 @@ def from_notation(
         (tokens(term), tuple(tensor.shape))
         for term, tensor in zip(after.split(","), bound.results, strict=True)
     ]
-    known = _lengths([*sides, *made], dict(lengths or {}))
+    known = factor_lengths([*sides, *made], lengths or {})
     operands = {name: _dims(terms[name], shapes[name], known) for name in terms}
     results = [_dims(found, shape, known) for found, shape in made]
     any_dims = [name for name in known if len(name) > 1]  # those of `...`
@@ -102,10 +102,11 @@ def _expand(found: Sequence[Token], rank: int) -> list[Token]:
     return [*found[:at], *middle, *found[at + 1 :]]
 
 
-def _lengths(
-    terms: Sequence[tuple[Sequence[Token], tuple[int, ...]]], known: dict[str, int]
+def factor_lengths(
+    terms: Sequence[tuple[Sequence[Token], tuple[int, ...]]], given: Mapping[str, int]
 ) -> dict[str, int]:
     """Lengths of all factors: of those alone in a dim, then of the unknown one of a product."""
+    known = dict(given)
     products: list[tuple[Token, int]] = []
     for found, shape in terms:
         for token, length in zip(_expand(found, len(shape)), shape, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import ops
 
 import msc.ir.ops  # noqa: F401  registers them
@@ -33,7 +35,7 @@ def _embedding(bound: Bound) -> Rule:
         whole="v" if bound.has_tensor("start") else "",
         contiguous="v",
         linear="w",
-        localize=_start_of_rows,
+        localize=functools.partial(_start_of_rows, table_rows=bound.call.operands[1].shape[0]),
     )
 
 
@@ -48,11 +50,11 @@ def _nll_terms(bound: Bound) -> Rule:
     )
 
 
-def _start_of_rows(local: LocalCall) -> Localized:
+def _start_of_rows(local: LocalCall, **known: int) -> Localized:
     start = local.start("v")
     if start is None:
         return local.target, local.args, local.kwargs
-    return with_arguments(local, start=start)
+    return with_arguments(local, start=start, **known)
 
 
 def _attention(bound: Bound) -> Rule:

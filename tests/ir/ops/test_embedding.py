@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+import msc.ir.ops  # noqa: F401  registers torch.ops.msc
+from msc.ir.errors import InputError
+
 _msc = torch.ops.msc
 
 
@@ -41,5 +44,10 @@ def test_parts_of_the_table_sum_to_the_whole(size: int, padding_idx: int) -> Non
 
 
 def test_id_outside_of_the_whole_table_is_an_error() -> None:
-    with pytest.raises(IndexError):
+    with pytest.raises(
+        InputError, match=r"table of 8 rows was asked for row 8\. Ids go from 0 to 7"
+    ):
         _msc.embedding(torch.tensor([8]), torch.randn(8, 3))
+    part, start = torch.randn(4, 3), torch.tensor(4)
+    with pytest.raises(InputError, match=r"for row 8 and for row -1\. Ids"):
+        _msc.embedding(torch.tensor([8, -1]), part, start, -1, 8)

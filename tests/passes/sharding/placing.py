@@ -11,7 +11,7 @@ from torch import fx
 
 from msc.cost import CostModel, call_flops
 from msc.cost.flops import is_gemm, nbytes
-from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Shard, State, sharded
+from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Shard, State
 from msc.ir.structure import output_nodes, placeholders
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.compilation import Compilation
@@ -61,7 +61,7 @@ class Problem:
     def options(self, node: fx.Node) -> list[State] | list[Strategy]:
         if is_call(node):
             return self.candidates.strategies[node]
-        shards = [sharded(p.dim, p.segments) for p in self.candidates.placeholders[node]]
+        shards = [State(p, p) for p in self.candidates.placeholders[node]]
         trains = bool(node.meta.get("differentiable"))
         if node.meta["kind"] == "parameter":
             return [REPLICATED, *([VARYING] if trains else []), *shards]
@@ -174,8 +174,6 @@ class Problem:
         return cost
 
     def _work(self, node: fx.Node, strategy: Strategy) -> float:
-        if strategy.factor is not None:
-            return 0.0
         operands = [tensors_of(operand)[0] for operand in operand_nodes(node)]
         results = tensors_of(node)
         if is_gemm(node.target):
@@ -183,7 +181,7 @@ class Problem:
         else:
             whole = self.model.compute(0, sum(nbytes(t) for t in (*operands, *results)))
         passes = 3 if node.meta["differentiable"] else 1
-        return passes * whole * (1 - 1 / self.axis.size)
+        return passes * whole * (strategy.share - 1 / self.axis.size)
 
     @cached_property
     def _tied(self) -> dict[fx.Node, list[fx.Node]]:

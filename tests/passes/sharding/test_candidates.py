@@ -58,8 +58,9 @@ def test_grouped_heads_have_segments_of_unequal_lengths() -> None:
     assert "n: R, S0/16+4+4 -> S1/16+4+4" in found["linear_default"]
 
 
-def test_what_does_not_divide_is_no_candidate() -> None:
-    assert candidates(fused(8, 24), 3)["w"] == ["S0"]  # 24 rows, but neither 8 columns nor 3 runs
+def test_what_does_not_divide_is_split_unevenly() -> None:
+    """24 rows split over 3 ranks, but neither 8 columns nor runs of 8; runs of 4 are too short."""
+    assert candidates(fused(8, 24), 3)["w"] == ["S1@1", "S0", "S0/3@1"]
     assert candidates(fused([16, 4, 4], 24), 8)["w"] == ["S1", "S0"]
 
 

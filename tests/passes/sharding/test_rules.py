@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from msc.ir.placement import Segments
+from msc.ir.placement import Split
 from msc.passes.sharding.rule import Rule, factors
 from msc.passes.sharding.rules import TABLE, rule_for
 from msc.testing.samples import SAMPLERS, Draw
@@ -42,13 +42,15 @@ def test_every_op_stands_in_one_line_and_has_samples() -> None:
     assert {str(op) for op in OPS} == {str(op) for op in SAMPLERS}
 
 
-def refined(draw: Draw, rule: Rule) -> list[tuple[str, Segments]]:
-    """Random segments of the rule's factors: equal runs, and two unequal ones."""
-    found: list[tuple[str, Segments]] = []
+def refined(draw: Draw, rule: Rule) -> list[tuple[str, Split]]:
+    """Random splits of the rule's factors: equal runs, two unequal ones, and in units."""
+    found: list[tuple[str, Split]] = []
     for name, length in factors(rule).items():
         if length > 1:
             cut = draw.count(1, length - 1)
-            found += [(name, draw.pick([2, 3])), (name, (cut, length - cut))]
+            found += [(name, Split(draw.pick([2, 3]))), (name, Split((cut, length - cut)))]
+            unit = draw.pick([d for d in range(1, length + 1) if length % d == 0])
+            found.append((name, Split(1, unit)))
     return found
 
 

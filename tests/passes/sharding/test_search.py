@@ -153,7 +153,7 @@ def test_a_gpt_layer_is_split_as_by_megatron() -> None:
 
 
 def test_a_layer_gathers_and_scatters_twice() -> None:
-    programs = placed("gpt").differentiated["block1"]
+    programs = placed("gpt").variants[0].differentiated["block1"]
     assert programs.backward is not None
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     twice = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 0}
@@ -183,13 +183,13 @@ def test_logits_are_never_gathered(name: str) -> None:
     if name == "llama":
         assert found["head.weight"] == "S0"
     whole_logits = 8 * 64  # of a rank's sample
-    for programs in unit.differentiated.values():
+    for programs in unit.variants[0].differentiated.values():
         for gm in (programs.forward, programs.backward):
             assert gm is not None
             for node in gm.graph.nodes:
                 if "_c10d_functional" in str(node.target):
                     assert node.meta["val"].numel() < whole_logits // 2, node
-    local = unit.local[unit.structure.instances[-1].block].gm
+    local = unit.variants[0].local[unit.structure.instances[-1].block].gm
     assert ops_of(local, "msc.nll_terms", "all_gather", "all_reduce") == {
         "msc.nll_terms": 1,
         "all_gather": 1,  # of the last norm's result
@@ -208,7 +208,7 @@ def test_a_llama_layer_is_split_as_by_megatron() -> None:
         "up": "S0",
         "down": "S1",
     }
-    programs = placed("llama").differentiated["block1"]
+    programs = placed("llama").variants[0].differentiated["block1"]
     assert ops_of(programs.forward, "all_gather", "reduce_scatter", "all_reduce") == {
         "all_gather": 2,
         "reduce_scatter": 2,
