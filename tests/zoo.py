@@ -1,6 +1,6 @@
 """Tiny random models of `transformers` and of torch.nn: one for each architecture that MSC names.
 
-Three layers each; Swin has two stages of two. Their sizes divide by 2, and nearly none by 3.
+Three layers each; Swin has three stages of two. Their sizes divide by 2, and nearly none by 3.
 """
 
 from __future__ import annotations
@@ -185,9 +185,9 @@ SWIN = {
     "image_size": IMAGE,
     "patch_size": 2,
     "embed_dim": 16,
-    "depths": [2, 2],
-    "num_heads": [2, 4],
-    "window_size": 4,
+    "depths": [2, 2, 2],
+    "num_heads": [2, 4, 8],
+    "window_size": 2,
     "drop_path_rate": 0.0,
     "num_labels": 8,
     **NO_DROPOUT,
@@ -280,6 +280,12 @@ MODELS: dict[str, Entry] = {
 
 
 def build(name: str) -> nn.Module:
-    """A model with the same random parameters each time."""
+    """A model in float64, with the same random parameters each time."""
     torch.manual_seed(0)
-    return MODELS[name].build().train()
+    return MODELS[name].build().double().train()
+
+
+def batch(name: str, samples: int = SAMPLES) -> Batch:
+    """A batch for the model of that name, in float64."""
+    made = MODELS[name].batch(samples)
+    return {key: x.double() if x.is_floating_point() else x for key, x in made.items()}
