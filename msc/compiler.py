@@ -252,9 +252,8 @@ def _not_separable(error: NotSeparableError) -> str:
     node = error.node
     where = node.meta.get("module_path") or node.meta.get("source") or node.name
     return (
-        f"The loss is not a sum over samples: {where} ({node.target}) combines samples of the "
-        "batch. It is computed per micro-batch and averaged, as gradient accumulation on one "
-        "device does."
+        f"The loss is not a sum over samples: {where} ({node.target}) {error.reason}. It is "
+        "computed per micro-batch and averaged, as gradient accumulation on one device does."
     )
 
 

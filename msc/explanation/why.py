@@ -11,6 +11,7 @@ from torch import fx
 from msc.cost.flops import is_gemm
 from msc.explanation.facts import Alternative, Choice, Reasons
 from msc.explanation.overview import Overview, module_of, named, relative
+from msc.fallbacks import fallback
 from msc.ir.errors import PlanError, UserError
 from msc.ir.placement import State
 from msc.ir.structure import Instance
@@ -19,7 +20,6 @@ from msc.passes.sharding.calls import is_call
 from msc.passes.sharding.placing import Placing
 from msc.passes.sharding.rule import Strategy
 from msc.passes.sharding.search import Placed
-from msc.report import fallback
 
 _SMALL = 8
 """Calls of a module up to which all of them are priced; of more, only the products."""

@@ -15,13 +15,13 @@ from torch import fx
 import msc
 from msc.cost import Cluster, CostModel
 from msc.cost.flops import is_gemm
+from msc.fallbacks import forward_flops
 from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Segments, Shard, State, sharded
 from msc.ir.structure import placeholders
 from msc.ir.values import operand_nodes
 from msc.passes.compilation import Compilation
 from msc.passes.sharding.calls import operands_of
 from msc.passes.sharding.rule import Strategy
-from msc.report import forward_flops
 from msc.testing import Transformer, TransformerConfig, transformer_batch, transformer_configs
 from tests.passes.graphs import captured, through
 from tests.passes.sharding.placing import Chosen, Problem, ops_of, states_of
