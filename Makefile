@@ -1,8 +1,8 @@
-# make setup | test | lint | demo | clean. Needs Python 3.11 or newer: PYTHON=python3.12 make test
+# make setup | test | test-long | lint | demo | clean. Needs Python 3.11 or newer: PYTHON=python3.12 make test
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test lint demo clean
+.PHONY: setup test test-long lint demo clean
 
 setup: .venv/installed
 
@@ -19,6 +19,11 @@ setup: .venv/installed
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# Thousands of random calls for each line of the rule table; takes about an hour.
+test-long: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile=long \
+		tests/passes/sharding/test_rules.py
 
 lint: setup
 	$(BIN)/ruff check .

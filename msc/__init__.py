@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from msc.capture.functions import wrap_function as wrap_function
     from msc.compiler import compile as compile
     from msc.cost import Cluster as Cluster
     from msc.initialization import init as init
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from msc.ir.placement import Replicate as Replicate
     from msc.ir.placement import Shard as Shard
     from msc.ir.plan import Plan as Plan
+    from msc.passes.sharding.rules.custom import sharding_rule as sharding_rule
     from msc.program import load as load
     from msc.trainer import Trainer as Trainer
     from msc.verification import verify as verify
@@ -56,6 +58,8 @@ PUBLIC = {
     "Zeros": "msc.initializers:Zeros",
     "Ones": "msc.initializers:Ones",
     "Constant": "msc.initializers:Constant",
+    "sharding_rule": "msc.passes.sharding.rules.custom:sharding_rule",
+    "wrap_function": "msc.capture.functions:wrap_function",
     "Mesh": "msc.ir.mesh:Mesh",
     "Shard": "msc.ir.placement:Shard",
     "Replicate": "msc.ir.placement:Replicate",

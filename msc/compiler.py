@@ -69,7 +69,8 @@ def compile(
         microbatches: parts of each dp rank's batch that run one after the other.
         schedule: "1f1b" or "gpipe".
         cluster: an `msc.Cluster`, a mapping or a JSON file; costs are then seconds on it.
-        memory: bytes per rank that parameters, gradients, optimizer state and activations may take.
+        memory: bytes per rank that parameters, gradients, optimizer state and activations may take;
+            the placement search keeps the first three under it, and the whole program is checked.
         precision: "float32", "float64" or "bfloat16": the dtype of parameters, moments, gradients
             and floating inputs; None keeps the model's own. "bf16-mixed" computes in bfloat16 with
             parameters, moments, sums and reductions of gradients, and the optimizer in float32.
@@ -85,7 +86,7 @@ def compile(
         CaptureError: the model is not one graph; names the user's line.
         PlanError: mesh, batch, schedule, memory, pins or plan do not fit; says what to change.
     """
-    settings = _settings(mesh, microbatches, schedule, optimizer, cluster)
+    settings = _settings(mesh, microbatches, schedule, optimizer, cluster, memory)
     _check_backend(backend)
     dtype, master = _dtype(precision)
     settings = replace(settings, master=master)
@@ -146,7 +147,12 @@ def compile(
 
 
 def _settings(
-    mesh: Any, microbatches: int, schedule: str, optimizer: AdamW | None, cluster: Any
+    mesh: Any,
+    microbatches: int,
+    schedule: str,
+    optimizer: AdamW | None,
+    cluster: Any,
+    memory: float | None,
 ) -> Settings:
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise PlanError(f"microbatches is {microbatches!r}; it is a whole number of at least 1.")
@@ -156,6 +162,7 @@ def _settings(
             "gradients only."
         )
     schedule_of(schedule)
+    _require_bytes(memory)
     cost = CostModel(None if cluster is None else Cluster.load(cluster))
     return Settings(
         Mesh.parse(mesh),
@@ -163,7 +170,15 @@ def _settings(
         schedule=schedule,
         optimizer=optimizer,
         cost=cost,
+        memory=memory,
     )
+
+
+def _require_bytes(memory: float | None) -> None:
+    if memory is None:
+        return
+    if not isinstance(memory, (int, float)) or isinstance(memory, bool) or not memory > 0:
+        raise PlanError(f"memory is {memory!r}; it is a positive number of bytes per rank.")
 
 
 def _check_backend(backend: str) -> None:
@@ -237,9 +252,8 @@ def _not_separable(error: NotSeparableError) -> str:
     node = error.node
     where = node.meta.get("module_path") or node.meta.get("source") or node.name
     return (
-        f"The loss is not a sum over samples: {where} ({node.target}) combines samples of the "
-        "batch. It is computed per micro-batch and averaged, as gradient accumulation on one "
-        "device does."
+        f"The loss is not a sum over samples: {where} ({node.target}) {error.reason}. It is "
+        "computed per micro-batch and averaged, as gradient accumulation on one device does."
     )
 
 
@@ -322,8 +336,6 @@ def _check_values(program: Program) -> None:
 def _check_memory(program: Program, memory: int | None) -> None:
     if memory is None:
         return
-    if not isinstance(memory, (int, float)) or isinstance(memory, bool) or memory <= 0:
-        raise PlanError(f"memory is {memory!r}; it is a positive number of bytes per rank.")
     needed = program.memory_bytes()
     worst = max(range(len(needed)), key=needed.__getitem__)
     if needed[worst] > memory:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from msc.cost.flops import call_flops, is_gemm, nbytes
+from msc.cost.flops import nbytes
+from msc.fallbacks import find_fallbacks, forward_flops
 from msc.ir.placement import Shard
 from msc.ir.structure import placeholders
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.compilation import Compilation
-from msc.passes.sharding.calls import is_call, rule_of
-from msc.passes.sharding.rule import Strategy, factors
+from msc.passes.sharding.calls import is_call
+from msc.passes.sharding.rule import Strategy
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class CompileReport:
     sharded: axis -> {"flops", "parameters"}: the fraction that the axis divides among its ranks.
         "flops" counts the forward; "parameters" counts bytes.
     collectives: per class of ranks, kind -> (calls per step, bytes per step of one rank).
-    fallbacks: calls that run whole on every tp rank though they could be large, with the reason.
+    fallbacks: calls that run whole on every rank of an axis, with reason, FLOPs and bytes.
     replicated: parameters with two or more dims that every tp rank holds whole.
     notes: what the compiler did otherwise than a user might expect.
     cpu_seconds: pass -> seconds; "capture" is the first.
@@ -61,11 +62,10 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
     seconds = {"capture": capture_seconds}
     for record in unit.log:
         seconds[record.name] = seconds.get(record.name, 0.0) + record.cpu_seconds
-    fallbacks = _fallbacks(unit)
     return CompileReport(
         sharded=_sharded(unit),
         collectives=tuple(_collectives(gm) for gm in unit.rank_graphs),
-        fallbacks=tuple(fallbacks),
+        fallbacks=tuple(find_fallbacks(unit)),
         notes=(*notes, *unit.notes, *_head_notes(unit)),
         replicated=tuple(_replicated(unit)),
         cpu_seconds=seconds,
@@ -77,12 +77,6 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         ),
         search_cost=unit.placed.cost if unit.placed else 0.0,
     )
-
-
-def forward_flops(node: fx.Node) -> int:
-    """FLOPs of a call on its global shapes."""
-    operands = [tensors_of(o)[0] for o in operand_nodes(node) if tensors_of(o)]
-    return call_flops(node.target, operands, tensors_of(node))
 
 
 def _sharded(unit: Compilation) -> dict[str, dict[str, float]]:
@@ -153,44 +147,6 @@ def _replicated(unit: Compilation) -> list[str]:
             if source.kind == "parameter" and whole and node.meta["val"].dim() > 1:
                 found[f"{source.name} {tuple(node.meta['val'].shape)}"] = None
     return list(found)
-
-
-def _fallbacks(unit: Compilation) -> list[str]:
-    """Calls that tp does not split, each once."""
-    nodes = (node for gm in unit.structure.blocks.values() for node in gm.graph.nodes)
-    lines = (fallback(unit, node) for node in nodes if is_call(node))
-    return [line for line in dict.fromkeys(lines) if line]
-
-
-def fallback(unit: Compilation, node: fx.Node) -> str:
-    """Why tp does not split a call that could be large: a GEMM, or an op that has no rule.
-
-    "" for every other call.
-    """
-    if unit.placed is None or unit.placed.strategies[node].factor is not None:
-        return ""
-    where = node.meta.get("module_path") or node.name
-    op = str(node.target).removesuffix(".default")
-    if rule_of(node) is None:
-        return f"{where}: {op} has no sharding rule; it runs whole on every tp rank"
-    if is_gemm(node.target):
-        return f"{where}: {op} runs whole on every tp rank: {_whole(unit, node)}"
-    return ""
-
-
-def _whole(unit: Compilation, node: fx.Node) -> str:
-    """Why a call runs whole."""
-    rule = rule_of(node)
-    assert rule is not None
-    assert unit.placing is not None
-    if any(s.factor is not None for s in unit.placing.candidates.strategies[node]):
-        if unit.settings.plan is not None:
-            return "the given plan says so"
-        pins = "under the pins, " if unit.settings.pinned else ""
-        return f"{pins}splitting it would cost more than it saves"
-    size = unit.settings.mesh.axis_size("tp")
-    lengths = ", ".join(str(n) for n in dict.fromkeys(factors(rule).values()) if n > 1)
-    return f"tp={size} does not split it evenly (dims {lengths})"
 
 
 _INSTEAD = {0: "samples", 2: "query positions"}

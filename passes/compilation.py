@@ -32,7 +32,8 @@ from msc.passes.sharding.search import Placed
 class Settings:
     """The options that the passes read.
 
-    pinned: the user's pins by parameter; plan: placements to apply instead of searching.
+    memory: bytes per rank, None without a bound. pinned: the user's pins by parameter; plan:
+    placements to apply instead of searching.
     """
 
     mesh: Mesh
@@ -42,6 +43,7 @@ class Settings:
     master: torch.dtype | None = None  # of parameters, where the chunks compute in a lower one
     cost: CostModel = field(default_factory=CostModel)
     bucket_bytes: int = 25 * 2**20
+    memory: float | None = None
     separable: bool = True
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     pinned: Pinned = field(default_factory=dict)

@@ -26,11 +26,14 @@ from msc.ir.values import operand_nodes, tensors_of
 _DETACHING = {torch.ops.aten.detach.default}
 
 
-def cut(gm: fx.GraphModule) -> Structure:
-    """Cut a normalized forward graph; see the module's picture."""
+def cut(gm: fx.GraphModule, stages: int = 1) -> Structure:
+    """Cut a normalized forward graph; see the module's picture.
+
+    For several pipeline stages a model without numbered layers is cut at its outermost modules.
+    """
     mark_differentiable(gm)
     prelude_nodes = _without_parameters(gm)
-    segment_of = _segments(gm, prelude_nodes)
+    segment_of = _segments(gm, prelude_nodes, by_module=stages > 1)
     return _Cutter(gm, prelude_nodes, segment_of).run()
 
 
@@ -81,10 +84,10 @@ def _reading_inputs(written: Mapping[str, fx.Node]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _segments(gm: fx.GraphModule, prelude: set[fx.Node]) -> dict[fx.Node, int]:
+def _segments(gm: fx.GraphModule, prelude: set[fx.Node], by_module: bool) -> dict[fx.Node, int]:
     """Number of the segment of each call node outside the prelude; never falls along an edge."""
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n not in prelude]
-    layers = _layers(nodes)
+    layers = _layers(nodes, by_module)
     numbers: dict[tuple[str, int], int] = {}
     last_layer_position = -1
     for position, node in enumerate(nodes):
@@ -103,10 +106,10 @@ def _segments(gm: fx.GraphModule, prelude: set[fx.Node]) -> dict[fx.Node, int]:
     return segment_of
 
 
-def _layers(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int] | None]:
+def _layers(nodes: list[fx.Node], by_module: bool) -> dict[fx.Node, tuple[str, int] | None]:
     """The layer of each node: an entry of a numbered container with several entries.
 
-    Where a model has no such container, its outermost modules are its layers.
+    Where a model has no such container and `by_module` asks for it, its outermost modules are.
     """
     paths = {node: node.meta.get("module_path") or "" for node in nodes}
     layers = {node: layer_of(path) for node, path in paths.items()}
@@ -114,7 +117,7 @@ def _layers(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int] | None]:
     for layer in layers.values():
         if layer is not None:
             members.setdefault(layer[0], set()).add(layer[1])
-    if any(len(entries) > 1 for entries in members.values()):
+    if not by_module or any(len(entries) > 1 for entries in members.values()):
         return {
             node: layer if layer is not None and len(members[layer[0]]) > 1 else None
             for node, layer in layers.items()

@@ -8,6 +8,7 @@ Pins limit the choice, a plan makes it. Nothing is rewritten: `shard` carries th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +23,7 @@ from msc.passes.sharding.candidates import find_candidates
 from msc.passes.sharding.pins import pin_notes, pinned_states, solve_pinned
 from msc.passes.sharding.placing import Placing
 from msc.passes.sharding.plan_of import apply_plan, check_plan
-from msc.passes.sharding.search import Placed
+from msc.passes.sharding.search import Placed, Step
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,13 @@ def _placing(unit: Compilation) -> Placing:
         find_candidates(unit.structure, axis, batch_axes, strategies, states),
         axis,
         settings.cost,
-        settings.micro_batches,
-        lambda value: 1 / num_parts if value in sharded else 1.0,
+        Step(
+            share=lambda value: 1 / num_parts if value in sharded else 1.0,
+            micro_batches=settings.micro_batches,
+            stages=settings.mesh.axis_size("pp"),
+            memory=math.inf if settings.memory is None else settings.memory,
+            copies=2 if settings.optimizer is None else 4,
+        ),
     )
 
 

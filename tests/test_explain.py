@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 import msc
 from msc.cost import Cluster, CostModel
-from msc.explanation import Explanation
+from msc.explanation import Explanation, why
+from msc.explanation.overview import top_modules
 from msc.ir.errors import UserError
+from msc.ir.structure import layer_names
 from msc.program import Program
 from tests import models
 
@@ -179,7 +181,10 @@ def test_why_of_a_parameter() -> None:
     assert [choice.title for choice in reasons.choices] == ["attn.weight f32[192,64]"]
 
 
-def test_why_of_a_layer_prices_weights_first_and_says_what_it_leaves_out() -> None:
+def test_why_of_a_layer_prices_weights_first_and_says_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(why, "PRICED", 16)
     reasons = gpt().explain("h.1").reasons
     assert reasons is not None
     assert reasons.choices[0].title == "attn.weight f32[192,64]"
@@ -206,7 +211,8 @@ class WithoutRule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         determinant = torch.linalg.slogdet(self.second.weight)[1]
-        return (self.second(self.first(x)) * determinant).square().sum()  # type: ignore[no-any-return]
+        result: Tensor = (self.second(self.first(x)) * determinant).square().sum()
+        return result
 
 
 def test_what_fell_back_is_said_with_the_reason() -> None:
@@ -215,19 +221,6 @@ def test_what_fell_back_is_said_with_the_reason() -> None:
     assert line.endswith("has no sharding rule; it runs whole on every tp rank")
     assert line in str(program.explain("second.weight"))
     assert line not in str(program.explain("first"))
-
-
-def test_a_product_that_is_whole_though_it_could_be_split_says_why() -> None:
-    slow = {**FAST_LINKS, "node_latency_s": 1.0, "network_latency_s": 1.0}
-    program = msc.compile(
-        models.GPT(width=16, heads=2, layers=2), models.tokens(), mesh="tp=2", cluster=slow
-    )
-    fallbacks = program.explain("h.0.up").reasons
-    assert fallbacks is not None
-    assert fallbacks.fallbacks == (
-        "h.0.up: msc.linear runs whole on every tp rank: splitting it would cost more than it "
-        "saves",
-    )
 
 
 @pytest.mark.parametrize("mesh", ["", "dp=2", "pp=2"])
@@ -252,6 +245,43 @@ def test_a_loaded_program_says_what_it_cannot_explain(tmp_path: Path) -> None:
         UserError, match=r"Why 'h\.0' lies as it does cannot be said\. This program"
     ):
         loaded.explain("h.0")
+
+
+@pytest.mark.parametrize(
+    ("paths", "name"),
+    [
+        (["gpt.embedding", "gpt.embedding.token", "gpt.embedding.position"], "gpt.embedding"),
+        (["", "gpt.norm", "gpt.head", "gpt.head.weight"], "gpt.norm, gpt.head"),
+        (["wte", "wpe", "", "drop"], "wte, wpe, drop"),
+        (["a.b.c"], "a.b.c"),
+        (["", ""], "(model)"),
+    ],
+)
+def test_what_is_no_layer_is_named_by_its_modules(paths: list[str], name: str) -> None:
+    assert top_modules(paths) == name
+
+
+@pytest.mark.parametrize(
+    ("paths", "name"),
+    [
+        (["h.0", "h.1", "h.2", "h.5", "g.6"], "h.0-2, h.5, g.6"),
+        (["0", "1"], "0-1"),
+        (["head"], "head"),
+        ([""], "(model)"),
+    ],
+)
+def test_equal_layers_have_one_name(paths: list[str], name: str) -> None:
+    assert layer_names(paths) == name
+
+
+def test_stages_that_send_the_same_are_one() -> None:
+    torch.manual_seed(0)
+    model = models.GPT(width=16, heads=2, layers=6)
+    program = msc.compile(model, models.tokens(), mesh="pp=4,tp=2", microbatches=4)
+    stages = dict.fromkeys(total.stage for total in program.explain().totals)
+    assert len(stages) < 4
+    assert "stage 0" in stages
+    assert any(re.fullmatch(r"stage \d-\d", stage) for stage in stages)
 
 
 class Page(HTMLParser):

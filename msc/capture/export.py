@@ -14,6 +14,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.utils.checkpoint import CheckpointFunction
 
+from msc.capture.functions import functions_as_ops, is_wrapped
 from msc.capture.loss import LossModule
 from msc.capture.refusals import refuse_tensor_hooks
 from msc.capture.source import line_of_caller, line_of_exception
@@ -63,6 +64,7 @@ def _export(
     shapes = None if dynamic is None else (dynamic,)
     with (
         _quiet(),
+        functions_as_ops(),
         observe_autograd_functions(_refuse),
         refuse_tensor_hooks(),
         _inline_checkpoints(),
@@ -101,12 +103,13 @@ def _refuse(function: type[Any]) -> None:
     Ops with a registered gradient come as functions too, and are no danger.
     """
     own = function.__module__.startswith("torch.")
-    if own or function.__name__.startswith("GeneratedBackwardFor_"):
+    if own or is_wrapped(function) or function.__name__.startswith("GeneratedBackwardFor_"):
         return
     raise CaptureError(
         f"{function.__qualname__} is a torch.autograd.Function, whose backward a captured graph "
-        f"would lose. It is called at {line_of_caller()}. Write its forward in plain torch ops, or "
-        "register it as an op with torch.library.custom_op and register_autograd."
+        f"would lose. It is called at {line_of_caller()}. Tell MSC of it: "
+        f"msc.wrap_function({function.__qualname__}). Or write its forward in plain torch ops, or "
+        "as an op with torch.library.custom_op and register_autograd."
     )
 
 

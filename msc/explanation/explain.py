@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from msc.explanation.communication import totals
 from msc.explanation.facts import Explanation, Module, Part, Value
-from msc.explanation.overview import Overview, relative, top_modules, totals
+from msc.explanation.overview import Overview, depth, relative, top_modules
 from msc.explanation.why import Why
 from msc.ir.errors import UserError
 from msc.ir.placement import Partial, Replicate
@@ -101,7 +102,8 @@ def _planned(program: Program, block: PlannedBlock) -> Part:
             home = each.name.rpartition(".")[0]
             modules.setdefault(home, []).append(_parameter(program, each, home))
     listed = [
-        Module(relative(path, base), 1, "", tuple(values), ()) for path, values in modules.items()
+        Module(relative(path, base), depth(path, list(modules), base), "", tuple(values), ())
+        for path, values in modules.items()
     ]
     title = layer_names(block.instances) if base else top_modules(c.module for c in block.calls)
     return Part(title, len(block.instances), tuple(listed))

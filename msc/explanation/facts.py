@@ -81,7 +81,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Total:
-    """What one rank of a stage sends in a step; `cost` is None where it is not modelled."""
+    """What one rank of a stage (or of each of `stage 1-6`) sends in a step.
+
+    cost: None where nothing is known of it.
+    """
 
     stage: str
     axis: str
@@ -125,7 +128,7 @@ class Reasons:
     unpriced: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """Where a program's values lie and what it sends; printing it shows it as text.
 
@@ -147,6 +150,8 @@ class Explanation:
         from msc.explanation.text import to_text
 
         return to_text(self)
+
+    __repr__ = __str__
 
     def save_html(self, path: str | Path) -> None:
         """Write the explanation as one page that needs nothing else."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx, nn
 
 from msc.cost import CostModel
-from msc.cost.flops import nbytes
-from msc.explanation.facts import Communication, Module, Part, Total, Value
-from msc.ir.groups import Group
-from msc.ir.mesh import Mesh
+from msc.explanation.communication import collective_cost, collective_kind, payload_bytes
+from msc.explanation.facts import Communication, Module, Part, Value
 from msc.ir.placement import REPLICATED, Partial, Replicate, State
 from msc.ir.structure import layer_names, layer_of, output_nodes
 from msc.ir.values import describe, tensors_of
@@ -20,13 +17,6 @@ from msc.passes.compilation import Compilation
 from msc.passes.sharding.calls import Value as Tensor
 from msc.passes.sharding.calls import is_call, operands_of, value_of
 from msc.passes.sharding.plan_of import op_name
-
-_KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-}
-
 
 Readers = dict[Tensor, list[fx.Node]]
 
@@ -75,7 +65,7 @@ class Overview:
         modules = [
             Module(
                 relative(path, base),
-                _depth(path, base),
+                depth(path, paths, base),
                 self._class(path),
                 tuple(values.get(path, ())),
                 tuple(sent.get(path, ())),
@@ -186,73 +176,6 @@ def _disagreement(
     return home, f"{producer} as {have}, {reader} reads {want}{more}"
 
 
-def totals(
-    rank_graphs: Sequence[fx.GraphModule], names: Sequence[str], cost: CostModel | None, mesh: Mesh
-) -> tuple[Total, ...]:
-    """All that one rank of each stage sends in a step; priced where there is a cost model."""
-    found: list[Total] = []
-    memo: dict[int, dict[tuple[str, str, int], int]] = {}
-    for stage, gm in zip(names, rank_graphs, strict=True):
-        sums: dict[tuple[str, str], tuple[int, int, float | None]] = {}
-        for (group, kind, size), calls in sorted(_sent(gm, memo).items()):
-            had = sums.get((group, kind), (0, 0, 0.0))
-            price = had[2]
-            if cost is None or kind == "send" or price is None:
-                price = None
-            else:
-                price += calls * collective_cost(kind, size, group, cost, mesh)
-            sums[group, kind] = (had[0] + calls, had[1] + calls * size, price)
-        found += [Total(stage, group, kind, *entry) for (group, kind), entry in sums.items()]
-    return tuple(found)
-
-
-def _sent(
-    gm: fx.GraphModule, memo: dict[int, dict[tuple[str, str, int], int]]
-) -> dict[tuple[str, str, int], int]:
-    """(group, kind, bytes) -> calls, of a graph and of those that it calls."""
-    if id(gm) in memo:
-        return memo[id(gm)]
-    found: dict[tuple[str, str, int], int] = {}
-    for node in gm.graph.nodes:
-        inner: dict[tuple[str, str, int], int] = {}
-        if node.op == "call_module":
-            called = gm.get_submodule(str(node.target))
-            assert isinstance(called, fx.GraphModule)
-            inner = _sent(called, memo)
-        elif (kind := collective_kind(node)) is not None:
-            inner = {(str(node.args[-1]), kind, payload_bytes(node)): 1}
-        elif getattr(node.target, "__name__", "") == "send":
-            size = sum(nbytes(t) for o in node.all_input_nodes for t in tensors_of(o))
-            inner = {("pp", "send", size): 1}
-        for key, calls in inner.items():
-            found[key] = found.get(key, 0) + calls
-    memo[id(gm)] = found
-    return found
-
-
-def collective_kind(node: fx.Node) -> str | None:
-    """The kind of a collective's start node, as the cost model names it; None for another node."""
-    name = str(node.target)
-    if node.op != "call_function" or not name.startswith("_c10d_functional."):
-        return None
-    return _KINDS.get(name.split(".")[1])
-
-
-def payload_bytes(node: fx.Node) -> int:
-    """Bytes of the whole value that a collective moves: the larger of its two sides."""
-    sides = [*tensors_of(node), *(t for o in node.all_input_nodes for t in tensors_of(o))]
-    return max(nbytes(tensor) for tensor in sides)
-
-
-def collective_cost(kind: str, size: int, group: str, cost: CostModel, mesh: Mesh) -> float:
-    """Modelled cost of one call on a group, such as `tp`, `dp,tp` or `pp[0,3]`."""
-    ranks = math.prod(
-        mesh.axis_size(axis) if chosen is None else len(chosen)
-        for axis, chosen in Group.parse(group).parts
-    )
-    return cost.collective(kind, size, ranks)
-
-
 def module_of(node: fx.Node) -> str:
     """The path of the module that a call belongs to; "" for the model itself."""
     return node.meta.get("module_path") or ""
@@ -310,12 +233,23 @@ def relative(path: str, base: str) -> str:
     return "" if path == base else path.removeprefix(f"{base}.")
 
 
-def _depth(path: str, base: str) -> int:
-    inside = relative(path, base)
-    return inside.count(".") + 1 if inside else 0
+def depth(path: str, paths: Sequence[str], base: str) -> int:
+    """How deep a module is shown: 0 for the layer itself, then one more inside each shown one."""
+    inner = relative(path, base)
+    if not inner:
+        return 0
+    others = (relative(other, base) for other in paths)
+    return 1 + sum(bool(other) and inner.startswith(f"{other}.") for other in others)
 
 
 def top_modules(paths: Iterable[str]) -> str:
     """The outermost modules among paths, as the name of what is no layer."""
-    found = dict.fromkeys(path.split(".")[0] for path in paths)
-    return ", ".join(filter(None, found)) or "(model)"
+    split = [path.split(".") for path in dict.fromkeys(paths) if path]
+    if not split:
+        return "(model)"
+    shared = 0
+    while all(parts[:shared] == split[0][:shared] for parts in split):
+        if any(len(parts) == shared for parts in split):
+            return ".".join(split[0][:shared])
+        shared += 1
+    return ", ".join(dict.fromkeys(".".join(parts[:shared]) for parts in split))

@@ -11,6 +11,7 @@ from torch import fx
 from msc.cost.flops import is_gemm
 from msc.explanation.facts import Alternative, Choice, Reasons
 from msc.explanation.overview import Overview, module_of, named, relative
+from msc.fallbacks import fallback
 from msc.ir.errors import PlanError, UserError
 from msc.ir.placement import State
 from msc.ir.structure import Instance
@@ -19,11 +20,10 @@ from msc.passes.sharding.calls import is_call
 from msc.passes.sharding.placing import Placing
 from msc.passes.sharding.rule import Strategy
 from msc.passes.sharding.search import Placed
-from msc.report import fallback
 
 _SMALL = 8
 """Calls of a module up to which all of them are priced; of more, only the products."""
-_PRICED = 32
+PRICED = 64
 """Alternatives that are priced at most; each is a search of its own."""
 
 
@@ -128,7 +128,7 @@ class Why:
         priced = 0
         for question in questions:
             priced += len(question.options) - 1
-            if priced > _PRICED and choices:
+            if priced > PRICED and choices:
                 break
             choices.append(self._answer(question, placing, placed))
         return choices, len(questions) - len(choices)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from msc.testing.graphs import forward_graph as forward_graph
     from msc.testing.graphs import random_values as random_values
     from msc.testing.parity import assert_pass_parity as assert_pass_parity
+    from msc.testing.shards import check_sharding_rule as check_sharding_rule
     from msc.testing.strategies import forward_graphs as forward_graphs
     from msc.testing.strategies import meshes as meshes
     from msc.testing.strategies import micro_batches as micro_batches
@@ -42,6 +43,7 @@ PUBLIC = {
     "micro_batches": "strategies",
     "transformer_configs": "strategies",
     "transformers": "strategies",
+    "check_sharding_rule": "shards",
     "Transformer": "transformer",
     "TransformerConfig": "transformer",
     "transformer_batch": "transformer",

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from msc.ir.placement import Partial, Shard, Split, State, shard_of, unshard
+from msc.ir.placement import Partial, Placement, Shard, Split, State, shard_of, unshard
+from msc.ir.torch_private import OpOverload
 from msc.passes.sharding.axes import Axis, local_shape
 from msc.passes.sharding.rule import Call, LocalCall, Rule, Strategy, factors, strategies
+from msc.passes.sharding.rules import rule_for
 
-TOLERANCE = 1e-12
-"""Float64 rounding of sums in another order, for the small shapes of the samples."""
+TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-3}
+"""Rounding of sums in another order, for the small shapes of the samples."""
 
 
 class RuleError(AssertionError):
@@ -29,6 +31,23 @@ def call_of(target: Any, *args: Any, **kwargs: Any) -> Call:
     with torch.no_grad():
         results = _tuple(target(*args, **kwargs))
     return Call(target, args, kwargs, tuple(_tensors((args, kwargs))), results)
+
+
+def check_sharding_rule(op: Any, *args: Any, **kwargs: Any) -> list[str]:
+    """Check the rule of an op on one call: `check_sharding_rule(torch.ops.mylib.op, x, weight)`.
+
+    Runs it over 2 and 3 ranks in every way that its rule allows, compares results and gradients
+    with the whole call, and returns those ways; lengths that 2 and 3 divide show all of them.
+    Raises `RuleError` at the first difference, and if the op has no rule. Use float64.
+    """
+    call = call_of(op if isinstance(op, OpOverload) else op.default, *args, **kwargs)
+    rule = rule_for(call)
+    if rule is None:
+        raise RuleError(f"{call.target} has no sharding rule for this call")
+    found: dict[str, None] = {}
+    for size in (2, 3):
+        found.update(dict.fromkeys(map(str, check_rule(call, rule, size))))
+    return list(found)
 
 
 @dataclass
@@ -125,8 +144,10 @@ def _run_all(
 def _check_results(call: Call, strategy: Strategy, ranks: list[_Rank]) -> None:
     for index, (whole, state) in enumerate(zip(call.results, strategy.results, strict=True)):
         what = f"result {index}"
-        found = _combine(what, [rank.results[index] for rank in ranks], state, False)
-        _compare(what, found, whole)
+        found = _combine(
+            what, [rank.results[index] for rank in ranks], state.value, _tolerance(call)
+        )
+        _compare(what, found, whole, _tolerance(call))
 
 
 def _place(
@@ -218,7 +239,8 @@ def _check_gradients(
             continue
         found = [rank.gradients[index] for rank in ranks]
         what = f"gradient of operand {index}"
-        _compare(what, _combine(what, found, state, True), expected[index])
+        whole = _combine(what, found, state.grad, _tolerance(call))
+        _compare(what, whole, expected[index], _tolerance(call))
 
 
 def _gradients(
@@ -265,10 +287,9 @@ def _place_cotangent(
 
 
 def _combine(
-    what: str, parts: Sequence[torch.Tensor], state: State, gradient: bool
+    what: str, parts: Sequence[torch.Tensor], placement: Placement, tolerance: float
 ) -> torch.Tensor:
     """The whole of a value or gradient from what the ranks hold."""
-    placement = state.grad if gradient else state.value
     found = [part.detach() for part in parts]
     if isinstance(placement, Shard):
         return unshard(found, placement)
@@ -278,20 +299,25 @@ def _combine(
         stacked = torch.stack(found)
         return stacked.amax(0) if placement.op == "max" else stacked.logsumexp(0)
     for rank, other in enumerate(found[1:], 1):
-        _compare(f"{what} on rank {rank}", other, found[0])
+        _compare(f"{what} on rank {rank}", other, found[0], tolerance)
     return found[0]
 
 
-def _compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+def _tolerance(call: Call) -> float:
+    """That of the least precise tensor of a call."""
+    return max(TOLERANCE.get(tensor.dtype, 0.0) for tensor in (*call.operands, *call.results))
+
+
+def _compare(what: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise RuleError(
             f"{what} is {found.dtype} {tuple(found.shape)}, "
             f"expected {expected.dtype} {tuple(expected.shape)}"
         )
-    if expected.is_floating_point():
+    if expected.dtype in TOLERANCE:
         finite = expected[expected.isfinite()].abs()
         scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
-        close = torch.isclose(found, expected, rtol=0, atol=TOLERANCE * scale, equal_nan=True)
+        close = torch.isclose(found, expected, rtol=0, atol=tolerance * scale, equal_nan=True)
     else:
         close = found == expected
     if not bool(close.all()):

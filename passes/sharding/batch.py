@@ -89,7 +89,9 @@ def _choose(node: fx.Node, size: int, states: Mapping[Value, State], whole: Conf
         if found is not None and not _loses_gradient(node, found):
             return found
         if not _make_whole(node, seen, whole):
-            reason = "no sharding rule" if rule is None else "it combines samples"
+            reason = "combines samples of the batch"
+            if rule is None:
+                reason = "has no sharding rule, so that it may combine samples of the batch"
             raise NotSeparableError(node, reason)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Shard, Split, State
+from msc.ir.placement import EVEN, PARTIAL, REPLICATED, VARYING, Shard, Split, State
 from msc.ir.structure import Structure, output_nodes
 from msc.ir.values import tensors_of
 from msc.passes.sharding.axes import Axis, local_runs
@@ -25,7 +25,6 @@ from msc.passes.sharding.calls import (
     value_of,
 )
 from msc.passes.sharding.rule import (
-    EVEN,
     Strategy,
     factor_of,
     factors,

@@ -195,8 +195,9 @@ def solve_pinned(placing: Placing, pinned: Pinned) -> Placed:
         guilty = [pin for pin in pins if _solves_without(placing, pinned, pin)] or pins
         listed = "\n  ".join(f"pin {pin}" for pin in guilty)
         raise PlanError(
-            f"No placement over '{placing.axis.name}' keeps the pins: what reads these parameters "
-            f"cannot work on them as they ask.\n  {listed}\nLeave one of them out."
+            f"No placement over '{placing.axis.name}' keeps the pins:\n  {listed}\nWhat reads "
+            "these parameters cannot work on them as the pins ask, or they take too much memory. "
+            "Leave one of the pins out."
         ) from error
 
 

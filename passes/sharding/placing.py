@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -11,10 +11,9 @@ from msc.cost import CostModel
 from msc.ir.placement import State
 from msc.ir.structure import Structure, placeholders
 from msc.passes.sharding.axes import Axis
-from msc.passes.sharding.calls import Value
 from msc.passes.sharding.candidates import Candidates
 from msc.passes.sharding.rule import Strategy
-from msc.passes.sharding.search import Placed, priced, search
+from msc.passes.sharding.search import Placed, Step, priced, search
 
 
 @dataclass(frozen=True)
@@ -25,24 +24,16 @@ class Placing:
     candidates: Candidates
     axis: Axis
     cost: CostModel
-    micro_batches: int
-    share: Callable[[Value], float]
+    step: Step
 
     @property
     def model(self) -> CostModel:
         """The cost model by which the search compares."""
-        return priced(self.cost, self.structure, self.share)
+        return priced(self.cost, self.structure, self.step)
 
     def solve(self) -> Placed:
         """The cheapest placement; `PlanError` if there is none."""
-        return search(
-            self.structure,
-            self.candidates,
-            self.axis,
-            self.cost,
-            self.micro_batches,
-            self.share,
-        )
+        return search(self.structure, self.candidates, self.axis, self.cost, self.step)
 
     def restricted(self, allowed: Mapping[fx.Node, frozenset[State]]) -> Placing:
         """The same with only these states of some placeholders, in place of earlier limits."""

@@ -21,7 +21,8 @@ from msc.ir.values import tensors_of
 from msc.passes.sharding.calls import Value, is_call, operands_of, value_of
 from msc.passes.sharding.candidates import value_differentiable
 from msc.passes.sharding.placing import Placing
-from msc.passes.sharding.search import Payload, Placed, conversion_cost
+from msc.passes.sharding.prices import Payload, conversion_cost
+from msc.passes.sharding.search import Placed
 
 _LISTED = 12
 
@@ -238,7 +239,7 @@ class _Applied:
             if isinstance(have.value, Shard) and have != want:
                 return False
         placing = self.placing
-        payload = Payload.of(value, placing.share(value))
+        payload = Payload.of(value, placing.step.share(value))
         gradient = value_differentiable(value)
         cost = conversion_cost(have, want, payload, placing.axis.size, gradient, placing.cost)
         return cost is not None

@@ -251,7 +251,7 @@ def test_what_combines_samples_is_refused_over_time_and_named() -> None:
     for mesh in ("", "dp=2"):
         with pytest.raises(NotSeparableError) as error:
             sharded(contrastive(), mesh, 2)
-        assert str(error.value) == "it combines samples"
+        assert str(error.value) == "combines samples of the batch"
         assert error.value.node.meta["module_path"] == "head.scores"
 
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from msc.testing.samples import dims, layers, pointwise
+from msc.testing.samples import dims, indexing, layers, losses, places, pointwise, reductions
 from msc.testing.samples.draw import SAMPLERS, Draw
 
-__all__ = ["SAMPLERS", "Draw", "dims", "layers", "pointwise"]
+__all__ = [
+    "SAMPLERS",
+    "Draw",
+    "dims",
+    "indexing",
+    "layers",
+    "losses",
+    "places",
+    "pointwise",
+    "reductions",
+]

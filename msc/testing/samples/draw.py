@@ -22,11 +22,15 @@ MAX_ELEMENTS = 600
 
 @dataclass
 class Draw:
-    """Draws of one sample call: lengths that two and three ranks divide, and some that not."""
+    """Draws of one sample call: lengths that two and three ranks divide, and some that not.
+
+    dtype: of all floating tensors of the call.
+    """
 
     data: st.DataObject
 
     def __post_init__(self) -> None:
+        self.dtype = self.pick([torch.float64] * 5 + [torch.float32])
         self._generator = torch.Generator().manual_seed(self.data.draw(st.integers(0, 1000)))
 
     def pick(self, choices: Sequence[T]) -> T:
@@ -58,11 +62,11 @@ class Draw:
         return [d - len(shape) if self.flag() else d for d in chosen[: self.count(low, len(shape))]]
 
     def normal(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.randn(list(shape), dtype=torch.float64, generator=self._generator)
+        return torch.randn(list(shape), dtype=self.dtype, generator=self._generator)
 
     def unit(self, shape: Sequence[int]) -> torch.Tensor:
         """Between 0.1 and 0.9: in the domain of all functions."""
-        return torch.rand(list(shape), dtype=torch.float64, generator=self._generator) * 0.8 + 0.1
+        return torch.rand(list(shape), dtype=self.dtype, generator=self._generator) * 0.8 + 0.1
 
     def integers(self, shape: Sequence[int], high: int, low: int = 0) -> torch.Tensor:
         return torch.randint(low, high, list(shape), generator=self._generator)

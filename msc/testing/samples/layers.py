@@ -1,4 +1,4 @@
-"""Sample calls of what layers are made of: products, attention, norms, losses, MSC's own ops."""
+"""Sample calls of what layers are made of: products, attention, norms, MSC's own ops."""
 
 from __future__ import annotations
 
@@ -33,13 +33,66 @@ def _mv(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return draw.normal([m, k]), draw.normal([k])
 
 
-@samples(aten.dot)
+@samples(aten.inner)
+def _inner(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    k = draw.length()
+    left, right = [*draw.shape(0, 2), k], [*draw.shape(0, 2), k]
+    return draw.normal(left), draw.normal(draw.pick([right, right, []]))
+
+
+@samples(aten.linalg_vecdot)
+def _vecdot(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1)
+    return draw.normal(shape), draw.normal(shape)
+
+
+@samples(aten.tensordot)
+def _tensordot(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    k = draw.shape(0, 2)
+    left, right = draw.shape(0, 2), draw.shape(0, 2)
+    dims = list(range(len(k)))
+    return (
+        draw.normal(left + k),
+        draw.normal(k + right),
+        [d - len(k) for d in dims],
+        dims,
+    )
+
+
+@samples(aten.addbmm)
+def _addbmm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    b, m, k, n = draw.length(), draw.length(), draw.length(), draw.length()
+    bias = draw.broadcast([m, n])
+    return draw.normal(bias), draw.normal([b, m, k]), draw.normal([b, k, n])
+
+
+@samples(aten.addmv)
+def _addmv(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    m, k = draw.length(), draw.length()
+    return draw.normal(draw.broadcast([m])), draw.normal([m, k]), draw.normal([k])
+
+
+@samples(aten.addr)
+def _addr(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    m, n = draw.length(), draw.length()
+    return draw.normal(draw.broadcast([m, n])), draw.normal([m]), draw.normal([n])
+
+
+@samples(aten.bilinear)
+def _bilinear(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    i, j, o = draw.length(), draw.length(), draw.length()
+    lead = draw.shape(1, 2)
+    bias = draw.normal([o]) if draw.flag() else None
+    return draw.normal([*lead, i]), draw.normal([*lead, j]), draw.normal([o, i, j]), bias
+
+
+@samples(aten.dot, aten.vdot)
 def _dot(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     k = draw.length()
     return draw.normal([k]), draw.normal([k])
 
 
-@samples(aten.outer)
+@samples(aten.outer, aten.ger)
 def _outer(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return draw.normal([draw.length()]), draw.normal([draw.length()])
 
@@ -78,14 +131,16 @@ def _linear(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return x, draw.normal([n, k]), *bias
 
 
-EQUATIONS = ("ij,jk->ik", "i,j->ij", "bshd,hde->bse", "bhqd,bhkd->bhqk", "ij->ji", "ij->", "ij,jk")
+EQUATIONS = ("ij,jk->ik", "i,j->ij", "bshd,hde->bse", "bhqd,bhkd->bhqk", "ij->ji", "ij->", "ij,jk",
+             "...d,ed->...e", "...ij,...jk", "b...,...->b")  # fmt: skip
 
 
 @samples(aten.einsum)
 def _einsum(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     equation = draw.pick(EQUATIONS)
-    terms = equation.split("->")[0].split(",")
+    terms = equation.replace("...", "AB").split("->")[0].split(",")
     lengths = {letter: draw.length() for letter in sorted(set("".join(terms)))}
+    lengths |= {letter: draw.pick([1, 2, 3]) for letter in "AB"}
     return equation, [draw.normal([lengths[letter] for letter in term]) for term in terms]
 
 
@@ -98,6 +153,26 @@ def _convolution(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     bias = draw.normal([groups * outer]) if draw.flag() else None
     stride, padding = [draw.pick([1, 2])] * rank, [draw.pick([0, 1])] * rank
     return x, weight, bias, stride, padding, [1] * rank, groups
+
+
+@samples(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
+def _padded_convolution(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    rank = int(str(op)[len("aten.conv")])
+    groups, inner, outer = draw.pick([1, 2, 6]), draw.pick([1, 2, 3]), draw.pick([1, 2, 3])
+    x = draw.normal([draw.pick([1, 2, 3]), groups * inner, *[4] * rank])
+    weight = draw.normal([groups * outer, inner, *[draw.pick([1, 3])] * rank])
+    bias = draw.normal([groups * outer]) if draw.flag() else None
+    return x, weight, bias, [1] * rank, draw.pick(["same", "valid"]), [1] * rank, groups
+
+
+@samples(aten.conv_transpose1d, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+def _transposed_convolution(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    rank = int(str(op)[len("aten.conv_transpose")])
+    groups, inner, outer = draw.pick([1, 1, 2, 6]), draw.pick([1, 2, 3, 6]), draw.pick([1, 2, 3])
+    x = draw.normal([draw.pick([1, 2, 3, 6]), groups * inner, *[3] * rank])
+    weight = draw.normal([groups * inner, outer, *[draw.pick([1, 2])] * rank])
+    bias = draw.normal([groups * outer]) if draw.flag() else None
+    return x, weight, bias, [draw.pick([1, 2])] * rank, [0] * rank, [0] * rank, groups
 
 
 @samples(aten.scaled_dot_product_attention)
@@ -212,22 +287,25 @@ def _group_norm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return draw.normal(shape), groups, *affine
 
 
-@samples(aten.mse_loss, aten.l1_loss, aten.smooth_l1_loss, aten.huber_loss)
-def _loss(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
-    shape = draw.shape()
-    return draw.normal(shape), draw.normal(shape), draw.pick([0, 1, 2])
+@samples(aten.batch_norm, constant=(3, 4))
+def _batch_norm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = [max(2, draw.length()), draw.length(), *draw.shape(0, 2)]
+    channels = shape[1:2]
+    affine: tuple[Any, Any] = draw.unit(channels), draw.normal(channels)
+    training = draw.flag()
+    if training and draw.flag():
+        affine = None, None
+    running = (None, None) if training else (draw.normal(channels), draw.unit(channels))
+    return draw.normal(shape), *affine, *running, training, 0.1, 1e-5, False
 
 
-@samples(aten.binary_cross_entropy, constant=(2,))
-def _binary_cross_entropy(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
-    shape = draw.shape()
-    weight = draw.unit(shape) if draw.flag() else None
-    return draw.unit(shape), draw.truths(shape).double(), weight, draw.pick([0, 1, 2])
-
-
-@samples(aten.cross_entropy_loss, aten.nll_loss_nd, constant=(2,))
-def _cross_entropy(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
-    rows, classes = draw.length(), draw.length()
-    weight = draw.unit([classes]) if draw.flag() else None
-    reduction = draw.pick([0, 1, 2])
-    return draw.normal([rows, classes]), draw.integers([rows], classes), weight, reduction
+@samples(aten.instance_norm, constant=(3, 4))
+def _instance_norm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = [draw.length(), draw.length(), 4, *draw.shape(0, 1)]
+    channels = shape[1:2]
+    affine: tuple[Any, Any] = draw.unit(channels), draw.normal(channels)
+    own = draw.flag()
+    if own and draw.flag():
+        affine = None, None
+    running = (None, None) if own else (draw.normal(channels), draw.unit(channels))
+    return draw.normal(shape), *affine, *running, own, 0.1, 1e-5, False

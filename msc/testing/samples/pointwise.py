@@ -17,6 +17,9 @@ aten = ops.aten
     aten.sqrt, aten.rsqrt, aten.reciprocal, aten.exp, aten.exp2, aten.expm1,
     aten.log, aten.log2, aten.log10, aten.log1p, aten.erf, aten.erfc, aten.square,
     aten.sin, aten.cos, aten.tan, aten.asin, aten.acos, aten.atan,
+    aten.arcsin, aten.arccos, aten.arctan, aten.asinh, aten.atanh, aten.arcsinh, aten.arctanh,
+    aten.sinc, aten.logit, aten.erfinv, aten.lgamma, aten.digamma, aten.special_entr,
+    aten.special_expit, aten.special_log_ndtr, aten.special_erfcx, aten.special_i0,
     aten.sinh, aten.cosh, aten.tanh, aten.sigmoid, aten.log_sigmoid, aten.softplus,
 )  # fmt: skip
 def _function(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
@@ -27,6 +30,7 @@ def _function(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     aten.relu, aten.relu6, aten.leaky_relu, aten.elu, aten.celu, aten.selu, aten.gelu,
     aten.silu, aten.mish, aten.hardtanh, aten.hardswish, aten.hardsigmoid,
     aten.softshrink, aten.hardshrink, aten.positive, aten.deg2rad, aten.rad2deg, aten.neg,
+    aten.negative, aten.absolute, aten.signbit,
     aten.abs, aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round, aten.trunc, aten.frac,
     aten.isnan, aten.isinf, aten.isfinite, aten.nan_to_num,
 )  # fmt: skip
@@ -339,3 +343,65 @@ def _eye(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 @samples(aten.scalar_tensor)
 def _scalar_tensor(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return (draw.pick([1, 0.5]),)
+
+
+@samples(aten.acosh, aten.arccosh)
+def _acosh(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    return (draw.unit(draw.shape()) + 1.5,)
+
+
+@samples(aten.polygamma)
+def _polygamma(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    return 1, draw.unit(draw.shape())
+
+
+@samples(
+    aten.hypot, aten.logaddexp, aten.logaddexp2, aten.special_xlog1py, aten.arctan2,
+    aten.float_power.Tensor_Tensor, aten.copysign.Tensor, aten.subtract.Tensor,
+)  # fmt: skip
+def _of_two(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape()
+    return draw.unit(draw.broadcast(shape)), draw.unit(shape)
+
+
+@samples(aten.heaviside, aten.ldexp.Tensor, constant=(0, 1))
+def _of_two_constants(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape()
+    return draw.normal(draw.broadcast(shape)), draw.normal(shape)
+
+
+@samples(aten.float_power.Tensor_Scalar, aten.copysign.Scalar)
+def _with_power(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    return draw.unit(draw.shape()), draw.pick([2, 0.5])
+
+
+@samples(aten.complex, aten.polar)
+def _complex(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape()
+    return draw.normal(shape), draw.normal(shape)
+
+
+@samples(aten.real, aten.imag, aten.angle, aten.view_as_real)
+def _of_complex(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape()
+    return (torch.complex(draw.normal(shape), draw.normal(shape)),)
+
+
+@samples(aten.view_as_complex)
+def _to_complex(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    return (draw.normal([*draw.shape(0, 3), 2]),)
+
+
+@samples(aten.prelu)
+def _prelu(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1)
+    slopes = shape[1] if len(shape) > 1 and draw.flag() else 1
+    return draw.normal(shape), draw.normal([slopes])
+
+
+@samples(aten.glu)
+def _glu(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1, 3)
+    dim = draw.dim(shape)
+    shape[dim] *= 2
+    return draw.normal(shape), dim

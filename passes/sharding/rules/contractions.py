@@ -39,16 +39,22 @@ def _linear(bound: Bound) -> Rule:
     )
 
 
+def _inner(bound: Bound) -> Rule:
+    """The last dims are contracted."""
+    left, right = len(bound.shape("self")), len(bound.shape("other"))
+    first, second = "abcdefg"[: left - 1], "uvwxyz"[: right - 1]
+    text = f"{first}k,{second}k->{first}{second}"
+    if 0 in (left, right):
+        text = "...,...->..."
+    return from_notation(bound, text, linear="self | other")
+
+
 def _einsum(bound: Bound) -> Rule | None:
-    """The equation says it all; None for `...` and for diagonals (a letter twice in a term)."""
-    before, arrow, after = str(bound.values["equation"]).replace(" ", "").partition("->")
-    terms = before.split(",")
-    letters = "".join(terms)
-    if not arrow:
-        after = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
-    if "." in letters or any(len(set(term)) != len(term) for term in terms):
-        return None
+    """The equation says it all; None for diagonals (a letter twice in a term)."""
     tensors = bound.tensors("tensors")
+    terms, after = _spelled_out(str(bound.values["equation"]), [x.dim() for x in tensors])
+    if any(len(set(term)) != len(term) for term in terms):
+        return None
     lengths: dict[str, int] = {}
     for term, tensor in zip(terms, tensors, strict=True):
         for letter, length in zip(term, tensor.shape, strict=True):
@@ -70,19 +76,38 @@ def _einsum(bound: Bound) -> Rule | None:
     return replace(rule, linear=tuple(frozenset([operand]) for operand in sorted(alone)))
 
 
+def _spelled_out(equation: str, ranks: list[int]) -> tuple[list[str], str]:
+    """An equation's terms and result with a letter for each dim: `...` is `0`, `10`, `210`."""
+    before, arrow, after = equation.replace(" ", "").partition("->")
+    terms = before.split(",")
+    letters = "".join(terms).replace(".", "")
+    if not arrow:
+        once = sorted(letter for letter in set(letters) if letters.count(letter) == 1)
+        after = "..." * ("." in before) + "".join(once)
+    missing = [
+        rank - len(term.replace(".", "")) if "." in term else 0
+        for term, rank in zip(terms, ranks, strict=True)
+    ]
+    digits = "9876543210"
+    spelled = [
+        term.replace("...", digits[len(digits) - count :])
+        for term, count in zip(terms, missing, strict=True)
+    ]
+    return spelled, after.replace("...", digits[len(digits) - max(missing) :])
+
+
 def _convolution(bound: Bound) -> Rule | None:
     """Samples, groups and channels; the places stay whole, as neighbours see each other."""
     rank = len(bound.shape("weight")) - 2
     if len(bound.shape("input")) != rank + 2:
         return None
-    places = bound.result_shape()[2:]
     before, window, after = "xyz"[:rank], "uvw"[:rank], "pqr"[:rank]
     biased = bound.has_tensor("bias")
     return from_notation(
         bound,
         f"n(gc){before},(go)c{window},(go)->n(go){after}",
         whole=before + window + after + ("c" if biased else ""),
-        lengths={"g": int(bound.values["groups"]), **dict(zip(after, places, strict=True))},
+        lengths={"g": int(bound.values["groups"])},
         linear="input bias | weight bias" if biased else "input | weight",
         localize=_local_groups,
     )
@@ -93,17 +118,78 @@ def _local_groups(local: LocalCall) -> Localized:
     return with_arguments(local, groups=channels // in_group)
 
 
+def _transposed_convolution(bound: Bound) -> Rule | None:
+    """The same with the channels of the weight exchanged: `[(g c), o, ...]`."""
+    rank = len(bound.shape("weight")) - 2
+    if len(bound.shape("input")) != rank + 2:
+        return None
+    before, window, after = "xyz"[:rank], "uvw"[:rank], "pqr"[:rank]
+    biased = bound.has_tensor("bias")
+    return from_notation(
+        bound,
+        f"n(gc){before},(gc)o{window},(go)->n(go){after}",
+        whole=before + window + after + ("c" if biased else ""),
+        lengths={"g": int(bound.values["groups"])},
+        linear="input bias | weight bias" if biased else "input | weight",
+        localize=_local_transposed_groups,
+    )
+
+
+def _local_transposed_groups(local: LocalCall) -> Localized:
+    channels, in_group = local.result_shapes[0][1], local.operand_shapes[1][1]
+    return with_arguments(local, groups=channels // in_group)
+
+
+def _vecdot(bound: Bound) -> Rule | None:
+    """Only along the last dim."""
+    if bound.values["dim"] != -1:
+        return None
+    return from_notation(bound, "...k,...k->...", linear="x | y")
+
+
+def _tensordot(bound: Bound) -> Rule:
+    """Pairs of dims are contracted; the others of both stand one after the other."""
+    sides = ("self", "other")
+    terms = [[f"{name}{d}" for d in range(len(bound.shape(name)))] for name in sides]
+    contracted = [f"k{pair}" for pair in range(len(bound.values["dims_self"]))]
+    for term, name in zip(terms, sides, strict=True):
+        for letter, d in zip(contracted, bound.values[f"dims_{name}"], strict=True):
+            term[int(d)] = letter
+    dims = [
+        [dim_of(*factor) for factor in zip(term, bound.shape(name), strict=True)]
+        for term, name in zip(terms, sides, strict=True)
+    ]
+    kept = [dim for side in dims for dim in side if dim[0][0][0] not in contracted]
+    return bound.rule(
+        {name: tuple(side) for name, side in zip(sides, dims, strict=True)},
+        [tuple(kept)],
+        contracted=dict.fromkeys(contracted, "sum"),
+        linear=[["self"], ["other"]],
+    )
+
+
 CONTRACTIONS = [
     line("mk,kn->mn", aten.mm, linear="self | mat2"),
     line("bmk,bkn->bmn", aten.bmm, linear="self | mat2"),
     line("mk,k->m", aten.mv, linear="self | vec"),
     line("k,k->", aten.dot, linear="self | tensor"),
-    line("m,n->mn", aten.outer, linear="self | vec2"),
+    line("k,k->", aten.vdot, linear="self | other"),
+    line("m,n->mn", aten.outer, aten.ger, linear="self | vec2"),
+    derived(_vecdot, aten.linalg_vecdot),
+    derived(_inner, aten.inner),
+    derived(_tensordot, aten.tensordot),
     # What is added would be added once by each rank that holds a part of k.
     line("mn,mk,kn->mn", aten.addmm, whole="k", linear="self mat1 | self mat2"),
     line("bmn,bmk,bkn->bmn", aten.baddbmm, whole="k", linear="self batch1 | self batch2"),
+    line("mn,bmk,bkn->mn", aten.addbmm, whole="bk", linear="self batch1 | self batch2"),
+    line("m,mk,k->m", aten.addmv, whole="k", linear="self mat | self vec"),
+    line("mn,m,n->mn", aten.addr, linear="self vec1 | self vec2"),
+    line("...i,...j,oij,o->...o", aten.bilinear, whole="ij", linear="weight bias"),
     derived(_matmul, aten.matmul),
     derived(_linear, aten.linear),
     derived(_einsum, aten.einsum),
     derived(_convolution, aten.conv1d, aten.conv2d, aten.conv3d),
+    derived(_convolution, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
+    derived(_transposed_convolution, aten.conv_transpose1d, aten.conv_transpose2d.input),
+    derived(_transposed_convolution, aten.conv_transpose3d.input),
 ]

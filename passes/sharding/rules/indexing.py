@@ -16,7 +16,7 @@ from msc.passes.sharding.rules.binding import (
     dim_of,
     dims_of,
 )
-from msc.passes.sharding.rules.notation import line
+from msc.passes.sharding.rules.notation import from_notation, line
 
 aten = ops.aten
 
@@ -163,8 +163,23 @@ def _index_add(bound: Bound) -> Rule:
 
 
 def _gather(bound: Bound) -> Rule:
+    return _gathered(bound, "index")
+
+
+def _take_along(bound: Bound) -> Rule | None:
+    """As gather; None if the two broadcast, or all dims are one."""
+    if bound.values["dim"] is None or len(bound.shape("self")) != len(bound.shape("indices")):
+        return None
+    dim = bound.dim()
+    pairs = zip(bound.shape("self"), bound.shape("indices"), strict=True)
+    if any(own != index for d, (own, index) in enumerate(pairs) if d != dim):
+        return None
+    return _gathered(bound, "indices")
+
+
+def _gathered(bound: Bound, name: str) -> Rule:
     """Other dims are shared where the index covers them; else the rest is never read."""
-    shape, index_shape = bound.shape("self"), bound.shape("index")
+    shape, index_shape = bound.shape("self"), bound.shape(name)
     dim = bound.dim()
     index = dims_of(index_shape, "i")
     source = dims_of(shape)
@@ -175,10 +190,22 @@ def _gather(bound: Bound) -> Rule:
         elif d != dim:
             whole += [f"d{d}", f"i{d}"]
     return bound.rule(
-        {"self": tuple(source), "index": tuple(index)},
+        {"self": tuple(source), name: tuple(index)},
         [tuple(index)],
         whole=whole,
         linear=[["self"]],
+    )
+
+
+def _index_fill(bound: Bound) -> Rule:
+    dim = bound.dim()
+    dims = dims_of(bound.shape("self"))
+    index = dims_of(bound.shape("index"), "i")
+    return bound.rule(
+        {"self": tuple(dims), "index": tuple(index)},
+        [tuple(dims)],
+        whole=[f"d{dim}", "i0"],
+        linear=[["self"]] if bound.values["value"] == 0 else [],
     )
 
 
@@ -218,11 +245,30 @@ def _scatter(bound: Bound) -> Rule:
         else:
             whole += [f"{name}{d}" for name in operands]
     zero = bound.values.get("value") == 0
+    linear = "src" in operands and bound.values.get("reduce", "sum") == "sum"
     return bound.rule(
         {name: tuple(dims) for name, dims in operands.items()},
         [tuple(operands["self"])],
         whole=whole,
-        linear=[["self", "src"]] if "src" in operands else [["self"]] * zero,
+        linear=[["self", "src"]] if linear else [["self"]] * zero,
+    )
+
+
+def _search(bound: Bound) -> Rule | None:
+    """None where each row is searched in a sequence of its own."""
+    if len(bound.shape("sorted_sequence")) != 1:
+        return None
+    return from_notation(bound, "b,...,b->...", whole="b")
+
+
+def _is_in(bound: Bound) -> Rule:
+    """Whether elements are among all of the others."""
+    dims = dims_of(bound.shape("elements"))
+    others = dims_of(bound.shape("test_elements"), "t")
+    return bound.rule(
+        {"elements": tuple(dims), "test_elements": tuple(others)},
+        [tuple(dims)],
+        whole=[f"t{d}" for d in range(len(others))],
     )
 
 
@@ -234,9 +280,15 @@ INDEXING = [
     derived(_index_select, aten.index_select),
     derived(_index, aten.index.Tensor),
     derived(_index_put, aten.index_put),
-    derived(_index_add, aten.index_add),
+    derived(_index_add, aten.index_add, aten.index_copy),
+    derived(_index_fill, aten.index_fill.int_Scalar),
     derived(_gather, aten.gather),
+    derived(_take_along, aten.take_along_dim),
     derived(_scatter, aten.scatter.src, aten.scatter.value, aten.scatter_add),
+    derived(_scatter, aten.scatter_reduce.two),
     derived(_write_part, aten.select_scatter, aten.slice_scatter),
     derived(_one_hot, aten.one_hot),
+    line("...,b->...", aten.bucketize.Tensor, whole="b"),
+    derived(_search, aten.searchsorted.Tensor),
+    derived(_is_in, aten.isin.Tensor_Tensor),
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import ops
 
 from msc.passes.sharding.rule import Dim, LocalCall, Localized, Rule
-from msc.passes.sharding.rules.binding import Bound, derived, dim_of, dims_of, with_arguments
+from msc.passes.sharding.rules.binding import Bound, Line, derived, dim_of, dims_of
 
 aten = ops.aten
 
@@ -25,23 +26,20 @@ def runs_of(lengths: Sequence[int]) -> tuple[Dim, list[Dim], list[str]]:
     return tuple((("rest", length),) for length in lengths), parts, whole
 
 
-def _split(bound: Bound) -> Rule | None:
+def _split(bound: Bound) -> Rule:
     """split, chunk: one result for each part of a dim."""
+    return _split_along(bound, bound.dim())
+
+
+def _split_along(bound: Bound, dim: int) -> Rule:
     shape = bound.shape("self")
-    dim = bound.dim()
     lengths = [result.shape[dim] for result in bound.results]
     joined, parts, whole = runs_of(lengths)
     dims = dims_of(shape)
 
     def localize(local: LocalCall) -> Localized:
         local_lengths = [result[dim] for result in local.result_shapes]
-        if "split_size" in bound.values:
-            size = bound.values["split_size"]
-            one = isinstance(size, int)
-            return with_arguments(local, split_size=local_lengths[0] if one else local_lengths)
-        if "split_sizes" in bound.values:
-            return with_arguments(local, split_sizes=local_lengths)
-        return local.target, local.args, local.kwargs
+        return aten.split_with_sizes.default, (local.args[0], local_lengths, dim), {}
 
     return bound.rule(
         {"self": (*dims[:dim], joined, *dims[dim + 1 :])},
@@ -81,12 +79,33 @@ def _unbind(bound: Bound) -> Rule:
 
 
 def _cat(bound: Bound) -> Rule | None:
-    """None where torch drops an operand: the old-style empty one of a single dim."""
+    return _joined(bound, bound.dim(rank=len(bound.result_shape())))
+
+
+def stacked_along(*targets: Any, dim: int) -> Line:
+    """A line for ops that join along a fixed dim tensors that have it (`hstack`, `vstack`)."""
+
+    def build(bound: Bound) -> Rule | None:
+        return _joined(bound, dim) if len(bound.result_shape()) > max(dim, 1) else None
+
+    return derived(build, *targets)
+
+
+def split_along(*targets: Any, dim: int) -> Line:
+    """A line for ops that split a fixed dim (`hsplit`, `vsplit`)."""
+
+    def build(bound: Bound) -> Rule | None:
+        return _split_along(bound, dim) if len(bound.shape("self")) > max(dim, 1) else None
+
+    return derived(build, *targets)
+
+
+def _joined(bound: Bound, dim: int) -> Rule | None:
+    """None where an operand has other dims, as the old-style empty one that torch drops."""
     shapes = [tuple(tensor.shape) for tensor in bound.tensors("tensors")]
     rank = len(bound.result_shape())
     if any(len(shape) != rank for shape in shapes):
         return None
-    dim = bound.dim(rank=rank)
     lengths = [shape[dim] for shape in shapes]
     joined, parts, whole = runs_of(lengths)
     dims = dims_of(bound.result_shape())
@@ -111,7 +130,15 @@ def _stack(bound: Bound) -> Rule:
 JOINING = [
     derived(_broadcast, aten.broadcast_tensors),
     derived(_split, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes, aten.chunk),
+    derived(_split, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes, aten.unsafe_chunk),
+    derived(_split, aten.tensor_split.sections, aten.tensor_split.indices),
+    split_along(aten.vsplit.int, aten.vsplit.array, dim=0),
+    split_along(aten.hsplit.int, aten.hsplit.array, dim=1),
+    split_along(aten.dsplit.int, aten.dsplit.array, dim=2),
     derived(_unbind, aten.unbind.int),
     derived(_cat, aten.cat, aten.concat),
+    stacked_along(aten.vstack, aten.row_stack, dim=0),
+    stacked_along(aten.hstack, aten.column_stack, dim=1),
+    stacked_along(aten.dstack, dim=2),
     derived(_stack, aten.stack),
 ]

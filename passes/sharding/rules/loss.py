@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import ops
 
-from msc.passes.sharding.rule import LocalCall, Localized, Rule
+from msc.passes.sharding.rule import LocalCall, Localize, Localized, Rule
 from msc.passes.sharding.rules.binding import Bound, Line, derived, with_arguments
 from msc.passes.sharding.rules.notation import from_notation
 
@@ -18,18 +20,24 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def elementwise_loss(*targets: Any) -> Line:
-    """A line for losses that compare `self` and `target` element by element, then reduce."""
+    """A line for losses that compare tensors element by element, then reduce.
+
+    None unless the tensors have one shape; weights may broadcast.
+    """
 
     def build(bound: Bound) -> Rule | None:
-        if bound.shape("self") != bound.shape("target"):
+        compared = [name for name in bound.tensor_arguments() if "weight" not in name]
+        shapes = {bound.shape(name) for name in compared}
+        if len(shapes) != 1:
             return None
+        (shape,) = shapes
         if bound.values["reduction"] == NONE:
             return from_notation(bound, _terms(bound, "..."))
-        dims = "".join(chr(ord("a") + d) for d in range(len(bound.shape("self"))))
+        dims = "".join(chr(ord("a") + d) for d in range(len(shape)))
         return from_notation(
             bound,
             _terms(bound, dims, ""),
-            localize=_share_of_mean(bound) if bound.values["reduction"] == MEAN else None,
+            localize=_share_of_mean(shape) if bound.values["reduction"] == MEAN else None,
         )
 
     return derived(build, *targets)
@@ -44,8 +52,8 @@ def scaled_loss(target: Any, scale: float, *args: Any, **kwargs: Any) -> torch.T
     return aten.mul.Tensor(target(*args, **kwargs), scale)  # type: ignore[no-any-return]
 
 
-def _share_of_mean(bound: Bound) -> Any:
-    count = bound.tensors("self")[0].numel()
+def _share_of_mean(shape: Sequence[int]) -> Localize:
+    count = math.prod(shape)
 
     def localize(local: LocalCall) -> Localized:
         target, args, kwargs = with_arguments(local, reduction=SUM)
@@ -67,6 +75,8 @@ def _cross_entropy(bound: Bound) -> Rule | None:
 
 LOSS = [
     elementwise_loss(aten.mse_loss, aten.l1_loss, aten.smooth_l1_loss, aten.huber_loss),
-    elementwise_loss(aten.binary_cross_entropy),
+    elementwise_loss(aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits),
+    elementwise_loss(aten.kl_div, aten.soft_margin_loss, aten.hinge_embedding_loss),
+    elementwise_loss(aten.poisson_nll_loss, aten.margin_ranking_loss),
     derived(_cross_entropy, aten.cross_entropy_loss, aten.nll_loss_nd),
 ]

@@ -6,7 +6,7 @@ from torch import ops
 
 from msc.passes.sharding.rule import Dims, LocalCall, Localized, Rule
 from msc.passes.sharding.rules.binding import EMPTY, Bound, derived, dims_of, with_arguments
-from msc.passes.sharding.rules.notation import from_notation
+from msc.passes.sharding.rules.notation import from_notation, line
 
 aten = ops.aten
 
@@ -43,7 +43,15 @@ def _group_norm(bound: Bound) -> Rule:
     )
 
 
+def _batch_norm(bound: Bound) -> Rule:
+    """Channels are free; statistics of the batch need all of its samples and places."""
+    whole = "n..." if bound.values["training"] else ""
+    return from_notation(bound, "nc...,c,c,c,c->nc...", whole=whole)
+
+
 NORMS = [
+    derived(_batch_norm, aten.batch_norm),
+    line("nc...,c,c,c,c->nc...", aten.instance_norm, whole="..."),
     derived(_over_last, aten.layer_norm, aten.native_layer_norm, aten.rms_norm),
     derived(_group_norm, aten.group_norm),
 ]

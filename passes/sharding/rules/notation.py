@@ -3,6 +3,7 @@
     mk,kn->mn                     a letter is a factor; one that no result has is contracted (a sum)
     ...k,nk,n->...n               `...` stands for any leading, middle or trailing dims
     b(gr)sd,bgtd->b(gr)st         `(gr)` is a dim that is a product of two factors
+    b s (g r) d, d -> b s (g r) d spaces mean nothing
 
 The terms belong to the op's tensor arguments in the order of its schema; the term of an absent
 optional tensor is skipped. Tensors broadcast as in torch: a term may have more dims than its
@@ -58,14 +59,16 @@ def from_notation(
     """
     before, _, after = text.partition("->")
     named = dict(zip(bound.tensor_arguments(), before.split(","), strict=True))
-    terms = {name: _tokens(term) for name, term in named.items() if bound.has_tensor(name)}
+    terms = {name: tokens(term) for name, term in named.items() if bound.has_tensor(name)}
     shapes = {name: bound.shape(name) for name in terms}
-    known = _lengths([(terms[name], shapes[name]) for name in terms], dict(lengths or {}))
-    operands = {name: _dims(terms[name], shapes[name], known) for name in terms}
-    results = [
-        _dims(_tokens(term), tuple(tensor.shape), known)
+    sides = [(terms[name], shapes[name]) for name in terms]
+    made = [
+        (tokens(term), tuple(tensor.shape))
         for term, tensor in zip(after.split(","), bound.results, strict=True)
     ]
+    known = factor_lengths([*sides, *made], lengths or {})
+    operands = {name: _dims(terms[name], shapes[name], known) for name in terms}
+    results = [_dims(found, shape, known) for found, shape in made]
     any_dims = [name for name in known if len(name) > 1]  # those of `...`
     sums: dict[str, ReduceOp | tuple[ReduceOp, ...]] = {
         letter: "sum" for letter in known if letter not in [*after, *whole, *any_dims]
@@ -81,30 +84,32 @@ def from_notation(
     )
 
 
-def _tokens(term: str) -> list[Token]:
-    pieces = re.findall(r"\.\.\.|\(\w+\)|\w", term.strip())
+def tokens(term: str) -> list[Token]:
+    """The dims that a term names, in order."""
+    pieces = re.findall(r"\.\.\.|\(\w+\)|\w", term.replace(" ", ""))
     return [ELLIPSIS if piece == "..." else tuple(piece.strip("()")) for piece in pieces]
 
 
-def _expand(tokens: Sequence[Token], rank: int) -> list[Token]:
+def _expand(found: Sequence[Token], rank: int) -> list[Token]:
     """The tokens of a tensor of `rank` dims: `...` spelled out (`e_1 e_0`), or the last tokens."""
-    if ELLIPSIS not in tokens:
-        return list(tokens[len(tokens) - rank :])
-    at = tokens.index(ELLIPSIS)
-    missing = rank - (len(tokens) - 1)
+    if ELLIPSIS not in found:
+        return list(found[len(found) - rank :])
+    at = found.index(ELLIPSIS)
+    missing = rank - (len(found) - 1)
     if missing < 0:
-        return [token for token in tokens if token != ELLIPSIS][-rank:] if rank else []
+        return [token for token in found if token != ELLIPSIS][-rank:] if rank else []
     middle = [(f"e_{index}",) for index in reversed(range(missing))]
-    return [*tokens[:at], *middle, *tokens[at + 1 :]]
+    return [*found[:at], *middle, *found[at + 1 :]]
 
 
-def _lengths(
-    terms: Sequence[tuple[Sequence[Token], tuple[int, ...]]], known: dict[str, int]
+def factor_lengths(
+    terms: Sequence[tuple[Sequence[Token], tuple[int, ...]]], given: Mapping[str, int]
 ) -> dict[str, int]:
     """Lengths of all factors: of those alone in a dim, then of the unknown one of a product."""
+    known = dict(given)
     products: list[tuple[Token, int]] = []
-    for tokens, shape in terms:
-        for token, length in zip(_expand(tokens, len(shape)), shape, strict=True):
+    for found, shape in terms:
+        for token, length in zip(_expand(found, len(shape)), shape, strict=True):
             if len(token) == 1:
                 before = known.get(token[0], 1)
                 known[token[0]] = length if before == 1 else before  # 1 broadcasts to any length
@@ -118,9 +123,9 @@ def _lengths(
     return known
 
 
-def _dims(tokens: Sequence[Token], shape: tuple[int, ...], lengths: Mapping[str, int]) -> Dims:
+def _dims(found: Sequence[Token], shape: tuple[int, ...], lengths: Mapping[str, int]) -> Dims:
     dims: list[Dim] = []
-    for token, length in zip(_expand(tokens, len(shape)), shape, strict=True):
+    for token, length in zip(_expand(found, len(shape)), shape, strict=True):
         run = tuple((letter, lengths[letter]) for letter in token)
         broadcast = length == 1 and math.prod(lengths[letter] for letter in token) != 1
         dims.append(EMPTY if broadcast else (run,))

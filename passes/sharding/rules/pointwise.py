@@ -8,8 +8,8 @@ from torch import ops
 
 import msc.ir.ops  # noqa: F401  registers msc::
 from msc.passes.sharding.rule import Rule
-from msc.passes.sharding.rules.binding import Bound, Line, derived
-from msc.passes.sharding.rules.notation import from_notation
+from msc.passes.sharding.rules.binding import Bound, Line, derived, dims_of
+from msc.passes.sharding.rules.notation import from_notation, line
 
 aten = ops.aten
 msc_ops = ops.msc
@@ -38,6 +38,24 @@ def _dropout(bound: Bound) -> Rule | None:
     """Only dropout that drops nothing: random numbers need `msc.dropout`."""
     active = bound.values["train"] and bound.values["p"] > 0
     return None if active else _pointwise(bound, "input")
+
+
+def _prelu(bound: Bound) -> Rule:
+    """One slope for all, or one for each channel."""
+    if bound.tensors("weight")[0].numel() == 1 or len(bound.shape("self")) < 2:
+        return from_notation(bound, "...,w->...", whole="w")
+    return from_notation(bound, "nc...,c->nc...")
+
+
+def _glu(bound: Bound) -> Rule:
+    """`[a | b] -> a * sigmoid(b)`: both halves are split alike."""
+    dims = dims_of(bound.result_shape())
+    dim = bound.dim()
+    ((own,),) = dims[dim]
+    joined = ((("halves", 2), own),)
+    return bound.rule(
+        {"self": (*dims[:dim], joined, *dims[dim + 1 :])}, [tuple(dims)], whole=["halves"]
+    )
 
 
 def _like_other(bound: Bound) -> Rule | None:
@@ -72,7 +90,8 @@ POINTWISE = [
     pointwise(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy, linear="self"),
     pointwise(aten.copy, linear="src"),
     pointwise(aten.fill.Tensor, linear="value"),
-    pointwise(aten.positive, aten.deg2rad, aten.rad2deg, linear="self"),
+    pointwise(aten.positive, aten.negative, aten.deg2rad, aten.rad2deg, linear="self"),
+    pointwise(aten.subtract.Tensor, linear="self other"),
     pointwise(aten.where.self, linear="self other"),
     linear_with_zero(aten.where.ScalarOther, scalar="other", linear="self"),
     linear_with_zero(aten.where.ScalarSelf, scalar="self", linear="other"),
@@ -80,17 +99,38 @@ POINTWISE = [
     linear_with_zero(aten.masked_fill.Scalar, scalar="value", linear="self"),
     pointwise(aten.masked_fill.Tensor, linear="self value"),
     derived(_dropout, aten.dropout),
+    derived(_prelu, aten.prelu),
+    derived(_glu, aten.glu),
     derived(_like_other, aten.type_as, aten.to.other),
     pointwise(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar, aten.square),
     pointwise(aten.sqrt, aten.rsqrt, aten.reciprocal, aten.exp, aten.exp2, aten.expm1),
     pointwise(aten.log, aten.log2, aten.log10, aten.log1p, aten.erf, aten.erfc, aten.xlogy.Tensor),
     pointwise(aten.sin, aten.cos, aten.tan, aten.asin, aten.acos, aten.atan, aten.atan2),
+    pointwise(aten.arcsin, aten.arccos, aten.arctan, aten.arctan2, aten.asinh, aten.acosh),
+    pointwise(aten.atanh, aten.arcsinh, aten.arccosh, aten.arctanh, aten.sinc, aten.logit),
+    pointwise(aten.erfinv, aten.lgamma, aten.digamma, aten.special_i0, aten.special_entr),
+    pointwise(aten.polygamma, aten.special_expit, aten.special_log_ndtr, aten.special_erfcx),
+    pointwise(aten.special_xlog1py, aten.hypot, aten.logaddexp, aten.logaddexp2),
+    pointwise(aten.copysign.Tensor, aten.copysign.Scalar, aten.heaviside, aten.ldexp.Tensor),
+    pointwise(aten.float_power.Tensor_Scalar, aten.float_power.Tensor_Tensor),
+    pointwise(aten.complex, aten.polar, aten.real, aten.imag, aten.angle),
+    line("...->...z", aten.view_as_real, whole="z"),
+    line("...z->...", aten.view_as_complex, whole="z"),
     pointwise(aten.sinh, aten.cosh, aten.tanh, aten.sigmoid, aten.log_sigmoid, aten.softplus),
     pointwise(aten.relu, aten.relu6, aten.leaky_relu, aten.elu, aten.celu, aten.selu, aten.gelu),
     pointwise(aten.silu, aten.mish, aten.hardtanh, aten.hardswish, aten.hardsigmoid),
     pointwise(aten.threshold, aten.softshrink, aten.hardshrink),
     pointwise(
-        aten.abs, aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round, aten.trunc, aten.frac
+        aten.abs,
+        aten.absolute,
+        aten.signbit,
+        aten.sign,
+        aten.sgn,
+        aten.floor,
+        aten.ceil,
+        aten.round,
+        aten.trunc,
+        aten.frac,
     ),
     pointwise(aten.clamp, aten.clamp.Tensor, aten.clamp_min, aten.clamp_max, aten.clip),
     pointwise(aten.clamp_min.Tensor, aten.clamp_max.Tensor),

@@ -19,6 +19,7 @@ from msc.passes.sharding.rules.binding import (
     dims_of,
     leaves,
 )
+from msc.passes.sharding.rules.notation import line
 
 aten = ops.aten
 
@@ -132,8 +133,22 @@ def _diff(bound: Bound) -> Rule:
     return bound.rule(operands, [tuple(result)], whole=whole, linear=[[*operands]])
 
 
+def _histc(bound: Bound) -> Rule:
+    """Bins between given ends add up over the ranks; else the ends depend on all elements."""
+    dims = dims_of(bound.shape("self"))
+    names = [f"d{d}" for d in range(len(dims))]
+    given = bound.values["min"] != bound.values["max"]
+    return bound.rule(
+        {"self": tuple(dims)},
+        [(dim_of("bins", bound.result_shape()[0]),)],
+        contracted=dict.fromkeys(names, "sum"),
+        whole=["bins"] if given else ["bins", *names],
+    )
+
+
 REDUCTIONS = [
     reduction(aten.sum, aten.sum.dim_IntList, over="sum", linear=True),
+    reduction(aten.nansum, over="sum"),
     derived(_mean, aten.mean, aten.mean.dim),
     reduction(aten.amax, aten.max, over="max"),
     reduction(aten.logsumexp, over="logsumexp"),
@@ -144,12 +159,21 @@ REDUCTIONS = [
     reduction(aten.prod, aten.prod.dim_int, over=None),
     reduction(aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction, over=None),
     reduction(aten.var, aten.std, aten.var_mean.correction, over=None),
+    reduction(aten.var_mean, aten.std_mean, aten.var_mean.dim, aten.std_mean.dim, over=None),
+    reduction(aten.std_mean.correction, aten.nanmean, aten.aminmax, over=None),
+    reduction(aten.median, aten.median.dim, aten.nanmedian.dim, over=None),
+    reduction(aten.mode, aten.kthvalue, over=None),
     reduction(aten.linalg_vector_norm, aten.norm.ScalarOpt_dim, aten.count_nonzero, over=None),
     along(aten.softmax.int, aten.log_softmax.int, aten._softmax, aten._log_softmax, dims="dim"),
-    along(aten._safe_softmax, aten.cumprod, aten.logcumsumexp, aten.cummax, dims="dim"),
+    along(aten._safe_softmax, aten.cumprod, aten.logcumsumexp, dims="dim"),
+    along(aten.cummax, aten.cummin, aten.special_softmax, dims="dim"),
     along(aten.cumsum, dims="dim", linear=True),
     derived(_diff, aten.diff),
+    derived(_histc, aten.histc),
     along(aten.topk, aten.sort, aten.sort.stable, aten.argsort, aten.argsort.stable, dims="dim"),
-    along(aten.flip, aten.roll, dims="dims", linear=True),
+    along(aten.flip, aten.roll, aten.rot90, dims="dims", linear=True),
+    line("i...->i...", aten.msort, whole="i"),
+    line("i...->i...", aten.flipud, whole="i", linear="self"),
+    line("ij...->ij...", aten.fliplr, whole="j", linear="self"),
     along_last(aten.tril, aten.triu, count=2, linear=True),
 ]

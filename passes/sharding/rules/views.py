@@ -19,6 +19,7 @@ from msc.passes.sharding.rules.binding import (
     dims_of,
     with_arguments,
 )
+from msc.passes.sharding.rules.notation import from_notation
 
 aten = ops.aten
 
@@ -182,9 +183,18 @@ def _expand(bound: Bound) -> Rule:
 
 
 def _repeat(bound: Bound) -> Rule:
+    return _repeated(bound, [int(r) for r in bound.values["repeats"]])
+
+
+def _tile(bound: Bound) -> Rule:
+    """Leading dims that no number stands for are not repeated."""
+    counts = [int(r) for r in bound.values["dims"]]
+    return _repeated(bound, [1] * (len(bound.shape("self")) - len(counts)) + counts)
+
+
+def _repeated(bound: Bound, repeats: list[int]) -> Rule:
     """`[n] -> [(r n)]`: the copies r come one after the other."""
     shape = bound.shape("self")
-    repeats = [int(r) for r in bound.values["repeats"]]
     new = len(repeats) - len(shape)
     operand = dims_of(shape)
     result: list[Dim] = [dim_of(f"r{i}", repeats[i]) for i in range(new)]
@@ -198,11 +208,32 @@ def _repeat(bound: Bound) -> Rule:
             size // length if length else repeat
             for size, length, repeat in zip(local.result_shapes[0], lengths, repeats, strict=True)
         ]
-        return with_arguments(local, repeats=counts)
+        return aten.repeat.default, (local.args[0], counts), {}
 
     return bound.rule(
         {"self": tuple(operand)}, [tuple(result)], linear=[["self"]], localize=localize
     )
+
+
+def _diagonal(bound: Bound) -> Rule:
+    """What stands on the diagonal of two dims, as a new last dim."""
+    dims = dims_of(bound.shape("self"))
+    taken = {int(bound.values[name]) % len(dims) for name in ("dim1", "dim2")}
+    kept = [dim for d, dim in enumerate(dims) if d not in taken]
+    diagonal = dim_of("diagonal", bound.result_shape()[-1])
+    return bound.rule(
+        {"self": tuple(dims)},
+        [(*kept, diagonal)],
+        whole=[*(f"d{d}" for d in sorted(taken)), "diagonal"],
+        linear=[["self"]],
+    )
+
+
+def _diag_embed(bound: Bound) -> Rule | None:
+    """None where the new matrices are not the last two dims."""
+    if (bound.values["dim1"], bound.values["dim2"]) != (-2, -1):
+        return None
+    return from_notation(bound, "...i->...jk", whole="ijk", linear="self")
 
 
 def _repeat_interleave(bound: Bound) -> Rule | None:
@@ -235,5 +266,9 @@ VIEWS = [
     permutation(aten.movedim.int, aten.movedim.intlist, aten.swapaxes, aten.swapdims),
     derived(_expand, aten.expand, aten.expand_as, aten.broadcast_to),
     derived(_repeat, aten.repeat),
+    derived(_tile, aten.tile),
+    derived(_diagonal, aten.diagonal),
+    derived(_diag_embed, aten.diag_embed),
+    regroup(aten.ravel, aten.atleast_1d, aten.atleast_2d, aten.atleast_3d),
     derived(_repeat_interleave, aten.repeat_interleave.self_int),
 ]

@@ -102,7 +102,7 @@ def test_two_batch_dims_in_one_call_do_not_fit() -> None:
         scores = build.call(ATEN.mm.default, x, build.call(ATEN.t.default, x))
         return build.call(ATEN.sum.default, scores)
 
-    assert refused(write) == "mm_default: it combines samples"
+    assert refused(write) == "mm_default: combines samples of the batch"
 
 
 def test_a_square_of_a_sum_is_no_sum() -> None:
@@ -110,7 +110,7 @@ def test_a_square_of_a_sum_is_no_sum() -> None:
         total = build.call(ATEN.sum.default, build.linear(x, w))
         return build.call(ATEN.mul.Tensor, total, total)
 
-    assert refused(write) == "mul_tensor: it combines samples"
+    assert refused(write) == "mul_tensor: combines samples of the batch"
 
 
 def test_a_norm_over_the_batch_is_no_sum() -> None:
@@ -118,7 +118,7 @@ def test_a_norm_over_the_batch_is_no_sum() -> None:
         y = build.call(ATEN.transpose.int, build.linear(x, w), 0, 1)
         return build.call(ATEN.softmax.int, y, -1)
 
-    assert refused(write) == "softmax_int: it combines samples"
+    assert refused(write) == "softmax_int: combines samples of the batch"
 
 
 def test_an_op_without_a_rule_says_so() -> None:
@@ -126,7 +126,10 @@ def test_an_op_without_a_rule_says_so() -> None:
         product = build.call(ATEN.mm.default, build.call(ATEN.t.default, x), x)
         return build.call(torch.ops.aten.linalg_inv_ex.default, product)
 
-    assert refused(write) == "linalg_inv_ex_default: no sharding rule"
+    assert (
+        refused(write) == "linalg_inv_ex_default: has no sharding rule, "
+        "so that it may combine samples of the batch"
+    )
 
 
 def ratio(build: Forward, w: fx.Node, x: fx.Node) -> fx.Node:
@@ -169,7 +172,7 @@ def largest(build: Forward, w: fx.Node, x: fx.Node) -> fx.Node:
 
 def test_a_maximum_over_samples_keeps_its_gradient() -> None:
     """A maximum over ranks has no gradient, so a trainable one is taken of the whole."""
-    assert refused(largest) == "amax_default: it combines samples"
+    assert refused(largest) == "amax_default: combines samples of the batch"
     plan = propagate(graph(largest), lambda node, operand: True)
     (strategy,) = [s for n, s in plan.strategies.items() if n.name == "amax_default"]
     assert str(strategy) == "-: R~ -> R~"
