@@ -40,7 +40,7 @@ class Clipped(torch.autograd.Function):
     """Two results, a number among the arguments, a context of its own."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, limit: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(x: Tensor, weight: Tensor, limit: float) -> tuple[Tensor, Tensor]:
         return (x * weight).clamp(-limit, limit), x.exp()
 
     @staticmethod
@@ -138,7 +138,7 @@ def test_what_is_not_wrapped_is_refused_with_the_way_out() -> None:
 
 
 def test_what_cannot_be_wrapped() -> None:
-    with pytest.raises(UserError, match="no subclass of torch.autograd.Function"):
+    with pytest.raises(UserError, match=r"no subclass of torch\.autograd\.Function"):
         msc.wrap_function(nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="whole are options of a rule, and there is none"):
         msc.wrap_function(Tenfold, whole="d")

@@ -74,7 +74,8 @@ def _save_with_scale(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _moments_gradient(ctx: Any, g: Tensor, h: Tensor) -> Tensor:
     (x,) = ctx.saved_tensors
-    return g[:, None] * (x == x.amax(1, keepdim=True)) + h * x.exp()
+    gradient: Tensor = g[:, None] * (x == x.amax(1, keepdim=True)) + h * x.exp()
+    return gradient
 
 
 project.register_autograd(_project_gradient, setup_context=_save_with_scale)
