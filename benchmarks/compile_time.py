@@ -1,10 +1,11 @@
-"""CPU seconds and memory that compiling takes, against the number of layers and of ranks.
+"""CPU seconds and memory that compiling takes, against layers, ranks, and distinct layers.
 
     python benchmarks/compile_time.py            # a table; results/compile_time.{json,png}
 
 The model is a GPT of the sizes of GPT-3 175B on the meta device, in bfloat16, with 32 micro-batches
 of one sequence on each data-parallel rank. Each configuration compiles in a process of its own, so
-that its peak memory is its own too.
+that its peak memory is its own too. A second table has models whose layers are of 1 to 8 kinds:
+placing and sharding take time for each distinct op, not for each layer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # so that it also runs as `python benchmarks/comp
 
 import msc  # noqa: E402
 from benchmarks.hardware import hardware  # noqa: E402
-from benchmarks.models import GPT3_175B, GPTWithLoss  # noqa: E402
+from benchmarks.models import GPT3_175B, MLP, GPTWithLoss  # noqa: E402
 from msc.ir.communication import graphs_below  # noqa: E402
 from msc.passes.normalize import NORMALIZE  # noqa: E402
 
@@ -44,18 +45,28 @@ BY_RANKS = [
     )
 ]
 BUDGET = {"cpu_seconds": 30.0, "after_capture": 15.0, "peak_bytes": 4 * 2**30}
+BY_KINDS = "dp=8,tp=8"
+KINDS = (1, 2, 4, 8)
+LAYERS_OF_A_KIND = 2
 RESULTS = Path(__file__).parent / "results"
 
 Result = dict[str, Any]
 
 
-def measure(layers: int, mesh: str) -> Result:
-    """Compile once in this process."""
-    config = dataclasses.replace(GPT3_175B, layers=layers)
-    batch = msc.Mesh.parse(mesh).axis_size("dp") * MICRO_BATCHES
+def gpt(layers: int, kinds: int) -> GPTWithLoss:
+    """A GPT on the meta device; the MLPs of its layers are of `kinds` widths in turn."""
     with torch.device("meta"):
-        model = GPTWithLoss(config).to(torch.bfloat16)
-        tokens = torch.empty(batch, config.sequence, dtype=torch.int64)
+        model = GPTWithLoss(dataclasses.replace(GPT3_175B, layers=layers))
+        for index, block in enumerate(model.gpt.layers):
+            block.mlp = MLP(GPT3_175B, expansion=4 + index % kinds)
+        return model.to(torch.bfloat16)
+
+
+def measure(layers: int, mesh: str, kinds: int = 1) -> Result:
+    """Compile once in this process."""
+    batch = msc.Mesh.parse(mesh).axis_size("dp") * MICRO_BATCHES
+    model = gpt(layers, kinds)
+    tokens = torch.empty(batch, GPT3_175B.sequence, dtype=torch.int64, device="meta")
     start = time.process_time()
     program = msc.compile(
         model,
@@ -70,6 +81,7 @@ def measure(layers: int, mesh: str) -> Result:
     graphs = {id(g): g for whole in program.rank_graphs for g in graphs_below(whole)}
     return {
         "layers": layers,
+        "kinds": kinds,
         "mesh": mesh,
         "ranks": program.mesh.size,
         "global_batch": batch,
@@ -94,9 +106,9 @@ def _grouped(seconds: Any) -> dict[str, float]:
     return grouped
 
 
-def measure_apart(layers: int, mesh: str) -> Result:
+def measure_apart(layers: int, mesh: str, kinds: int = 1) -> Result:
     """`measure` in a process of its own."""
-    command = [sys.executable, __file__, "--one", str(layers), mesh]
+    command = [sys.executable, __file__, "--one", str(layers), mesh, str(kinds)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: Result = json.loads(done.stdout)
     return result
@@ -119,6 +131,17 @@ def table(results: list[Result]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}" + "".join(f"{v:>8}" for v in line) for name, line in rows)
+
+
+def kinds_table(results: list[Result]) -> str:
+    """A line per model: its distinct blocks, and CPU seconds to place and shard them."""
+    head = f"{'kinds':>6}{'blocks':>8}{'place':>8}{'shard':>8}{'place per block, ms':>22}"
+    lines = [head]
+    for r in results:
+        place, shard, blocks = r["passes"]["place"], r["passes"]["shard"], r["distinct_blocks"]
+        each = 1000 * place / blocks
+        lines.append(f"{r['kinds']:>6}{blocks:>8}{place:>8.2f}{shard:>8.2f}{each:>22.1f}")
+    return "\n".join(lines)
 
 
 _AXES = ("pp", "dp", "tp")
@@ -147,22 +170,27 @@ def draw(results: list[Result], file: Path) -> None:
 def main() -> int:
     """Measure, print, write. Exit code 1 if the full configuration is over its budget."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--one", nargs=2, metavar=("LAYERS", "MESH"), help="print one as JSON")
+    parser.add_argument(
+        "--one", nargs=3, metavar=("LAYERS", "MESH", "KINDS"), help="print one as JSON"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON and PNG")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(int(options.one[0]), options.one[1])))
+        layers, mesh, kinds = options.one
+        print(json.dumps(measure(int(layers), mesh, int(kinds))))
         return 0
     results = []
     for layers, mesh in [*BY_LAYERS, *BY_RANKS]:
         print(f"compiling {layers} layers for {mesh}", file=sys.stderr)
         results.append(measure_apart(layers, mesh))
     print(table(results))
+    by_kinds = [measure_apart(LAYERS_OF_A_KIND * kinds, BY_KINDS, kinds) for kinds in KINDS]
+    print("\n" + kinds_table(by_kinds))
     full = next(r for r in results if (r["layers"], r["mesh"]) == BY_LAYERS[-1])
     over = [name for name, most in BUDGET.items() if full[name] > most]
     print(f"\nGPT-3 175B on {full['ranks']} ranks: " + (f"over: {over}" if over else "in budget"))
     options.out.mkdir(parents=True, exist_ok=True)
-    facts = {"budget": BUDGET, "hardware": hardware(), "results": results}
+    facts = {"budget": BUDGET, "hardware": hardware(), "results": results, "by_kinds": by_kinds}
     (options.out / "compile_time.json").write_text(json.dumps(facts, indent=1) + "\n")
     draw(results, options.out / "compile_time.png")
     return 1 if over else 0

@@ -52,12 +52,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linears around a GELU."""
+    """Two linears around a GELU, `expansion` times as wide as the model."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, expansion: int = 4) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden, 4 * config.hidden)
-        self.down = nn.Linear(4 * config.hidden, config.hidden)
+        self.up = nn.Linear(config.hidden, expansion * config.hidden)
+        self.down = nn.Linear(expansion * config.hidden, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` is [batch, sequence, hidden], as is the result."""

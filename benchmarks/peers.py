@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import msc
 from benchmarks.models import GPT, GPTConfig, GPTWithLoss, token_loss
-from msc.program import advance
 from msc.runtime.process import ProcessExecutor
 
 LR = 1e-3
@@ -226,5 +225,5 @@ class Compiled(Candidate):
     def step(self) -> float:
         inputs = self.state.arguments(self.graph, self.inputs)
         self.outputs = self.executor.run(inputs)  # kept until the next step has run, as in Trainer
-        advance(self.state, self.graph, self.outputs)
+        self.state.advance(self.graph, self.outputs)
         return float(self.outputs["loss"])

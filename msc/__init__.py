@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from msc.capture.functions import wrap_function as wrap_function
     from msc.compiler import compile as compile
     from msc.cost import Cluster as Cluster
+    from msc.initialization import init as init
+    from msc.initializers import Constant as Constant
+    from msc.initializers import Normal as Normal
+    from msc.initializers import Ones as Ones
+    from msc.initializers import Uniform as Uniform
+    from msc.initializers import Zeros as Zeros
     from msc.ir.errors import CaptureError as CaptureError
     from msc.ir.errors import CommunicationError as CommunicationError
     from msc.ir.errors import InputError as InputError
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
     from msc.ir.placement import Partial as Partial
     from msc.ir.placement import Replicate as Replicate
     from msc.ir.placement import Shard as Shard
+    from msc.ir.plan import Plan as Plan
     from msc.passes.sharding.rules.custom import sharding_rule as sharding_rule
     from msc.program import load as load
     from msc.trainer import Trainer as Trainer
@@ -45,12 +52,19 @@ PUBLIC = {
     "compile": "msc.compiler:compile",
     "load": "msc.program:load",
     "verify": "msc.verification:verify",
+    "init": "msc.initialization:init",
+    "Normal": "msc.initializers:Normal",
+    "Uniform": "msc.initializers:Uniform",
+    "Zeros": "msc.initializers:Zeros",
+    "Ones": "msc.initializers:Ones",
+    "Constant": "msc.initializers:Constant",
     "sharding_rule": "msc.passes.sharding.rules.custom:sharding_rule",
     "wrap_function": "msc.capture.functions:wrap_function",
     "Mesh": "msc.ir.mesh:Mesh",
     "Shard": "msc.ir.placement:Shard",
     "Replicate": "msc.ir.placement:Replicate",
     "Partial": "msc.ir.placement:Partial",
+    "Plan": "msc.ir.plan:Plan",
     "Cluster": "msc.cost:Cluster",
     "AdamW": "msc.ir.optimizer:AdamW",
     "Trainer": "msc.trainer:Trainer",

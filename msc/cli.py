@@ -1,4 +1,4 @@
-"""The command `msc`: verify and compile a model from the shell.
+"""The command `msc`: verify, compile and explain a model from the shell.
 
 Exit codes: 0 all is well; 1 the parallel program computes something else than the single-device
 one; 2 the input cannot be used, as one message on stderr (with --json, as JSON on stdout); 3 MSC
@@ -21,6 +21,7 @@ from rich.console import Console
 import msc
 from msc.build_target import load_target, user_line
 from msc.ir.errors import MSCError, UserError
+from msc.pins_file import load_pins
 from msc.summary import compile_json, print_compile, print_verify, verify_json
 
 DIFFERENT = 1
@@ -42,6 +43,7 @@ class DType(StrEnum):
     float32 = "float32"
     float64 = "float64"
     bfloat16 = "bfloat16"
+    bf16_mixed = "bf16-mixed"
 
 
 class Optimizer(StrEnum):
@@ -72,6 +74,17 @@ Memory = Annotated[
     int | None, typer.Option("--memory", help="Bytes that one rank may hold.", metavar="BYTES")
 ]
 
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", help="Take placements from this file; search nothing.")
+]
+PinsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--pins",
+        help='JSON file of placements to keep, as {"*.q_proj.weight": {"tp": "Shard(0)"}}.',
+    ),
+]
+
 
 @app.command()
 def verify(
@@ -82,6 +95,8 @@ def verify(
     dtype: Annotated[
         DType | None, typer.Option("--dtype", help="Compare in this dtype; float64 is exact.")
     ] = None,
+    plan: PlanFile = None,
+    pins: PinsFile = None,
     as_json: Json = False,
 ) -> None:
     """Run the parallel program and the single-device one, and compare loss and all gradients."""
@@ -96,6 +111,8 @@ def verify(
             microbatches=microbatches,
             schedule=schedule,
             precision=None if dtype is None else dtype.value,
+            plan=plan,
+            pins=load_pins(pins),
         )
 
         def show() -> int:
@@ -124,6 +141,11 @@ def compile_command(
     ] = None,
     cluster: ClusterFile = None,
     memory: Memory = None,
+    plan: PlanFile = None,
+    pins: PinsFile = None,
+    save_plan: Annotated[
+        Path | None, typer.Option("--save-plan", help="Write the placements into this file.")
+    ] = None,
     dump: Annotated[
         Path | None, typer.Option("--dump", help="Write all graphs as text into this folder.")
     ] = None,
@@ -144,7 +166,11 @@ def compile_command(
             precision=None if precision is None else precision.value,
             cluster=cluster,
             memory=memory,
+            plan=plan,
+            pins=load_pins(pins),
         )
+        if save_plan is not None:
+            program.plan.save(save_plan)
         if dump is not None:
             _dump(program, dump)
 
@@ -158,6 +184,46 @@ def compile_command(
         return show
 
     raise typer.Exit(_guarded(action, as_json))
+
+
+@app.command()
+def explain(
+    target: Target,
+    module: Annotated[
+        str | None, typer.Argument(help="Say why the values of this module lie as they do.")
+    ] = None,
+    mesh: MeshOption = "",
+    microbatches: MicroBatches = 1,
+    cluster: ClusterFile = None,
+    plan: PlanFile = None,
+    pins: PinsFile = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write one page that needs nothing else.")
+    ] = None,
+) -> None:
+    """Compile, and say where every value lies, what is sent, and what else there was to choose."""
+
+    def action() -> Callable[[], int]:
+        built = load_target(target)
+        program = msc.compile(
+            built.model,
+            built.inputs,
+            loss_fn=built.loss_fn,
+            mesh=mesh,
+            microbatches=microbatches,
+            cluster=cluster,
+            plan=plan,
+            pins=load_pins(pins),
+        )
+        explanation = program.explain(module, html=html)
+
+        def show() -> int:
+            print(explanation)
+            return 0
+
+        return show
+
+    raise typer.Exit(_guarded(action, as_json=False))
 
 
 def _dump(program: msc.program.Program, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import fx, nn
 
 from msc.capture import Captured, capture
 from msc.cost import Cluster, CostModel
+from msc.explanation import Explainer
+from msc.initialization import Recipe, recipe_of
 from msc.ir import flags
 from msc.ir.errors import PlanError, UserError
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
@@ -19,15 +22,19 @@ from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
 from msc.ir.passes import Pass
 from msc.ir.placement import Shard
+from msc.ir.plan import Plan
 from msc.ir.structure import output_nodes
 from msc.passes.compilation import Compilation, Settings
 from msc.passes.pipelines import TRAIN
 from msc.passes.schedules import schedule_of
 from msc.passes.sharding.batch import NotSeparableError
+from msc.passes.sharding.pins import match_pins, parse_pins
+from msc.passes.sharding.plan_of import plan_of
 from msc.program import BACKENDS, Program
 from msc.report import make_report
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+MIXED = "bf16-mixed"
 
 
 def compile(
@@ -45,11 +52,14 @@ def compile(
     passes: Mapping[str, Pass | Sequence[Pass]] | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     backend: str = "aten",
+    pins: Mapping[str, Mapping[str, Any]] | None = None,
+    plan: Plan | str | Path | None = None,
 ) -> Program:
     """Compile a single-device model into one program per rank of `mesh`.
 
     Args:
-        model: any trainable module, with no distributed code in it; may be on `meta`.
+        model: any trainable module, with no distributed code in it; may be on `meta`, with
+            `msc.init(model, seed)` to say how it starts.
         inputs: the global batch of one step, a tuple (positional) or dict (keywords); real, fake or
             meta tensors. The program takes batches of exactly these shapes.
         mesh: `"pp=2,dp=2,tp=2"`, a dict, or `msc.Mesh`; one rank if left out.
@@ -59,32 +69,45 @@ def compile(
         microbatches: parts of each dp rank's batch that run one after the other.
         schedule: "1f1b" or "gpipe".
         cluster: an `msc.Cluster`, a mapping or a JSON file; costs are then seconds on it.
-        memory: bytes per rank that parameters, gradients, optimizer state and activations may take.
-        precision: "float32", "float64" or "bfloat16": the dtype of parameters and floating inputs;
-            None keeps the model's own.
+        memory: bytes per rank that parameters, gradients, optimizer state and activations may take;
+            the placement search keeps the first three under it, and the whole program is checked.
+        precision: "float32", "float64" or "bfloat16": the dtype of parameters, moments, gradients
+            and floating inputs; None keeps the model's own. "bf16-mixed" computes in bfloat16 with
+            parameters, moments, sums and reductions of gradients, and the optimizer in float32.
         passes: `{"before:cut": MyPass()}`: the user's own passes, with their place in the pipeline.
         batch_dims: input name -> batch dim or None, where dim 0 of equal length is not it.
         backend: "aten", or "inductor" to compile the chunk graphs with torch's Inductor.
+        pins: `{"layers.*.q_proj.weight": {"tp": msc.Shard(0)}}`: placements, msc's or torch's, that
+            the search must keep, by patterns of parameter names.
+        plan: `program.plan` of an earlier compilation, or the file where it was saved: placements
+            are taken from it, and nothing is searched.
 
     Raises:
         CaptureError: the model is not one graph; names the user's line.
-        PlanError: mesh, batch, schedule or memory do not fit; says which number to change.
+        PlanError: mesh, batch, schedule, memory, pins or plan do not fit; says what to change.
     """
-    settings = _settings(mesh, microbatches, schedule, optimizer, cluster)
+    settings = _settings(mesh, microbatches, schedule, optimizer, cluster, memory)
     _check_backend(backend)
-    dtype = _dtype(precision)
+    dtype, master = _dtype(precision)
+    settings = replace(settings, master=master)
     pipeline = TRAIN.with_user_passes(passes or {})
+    wanted = parse_pins(pins, settings.mesh)
+    settings = replace(settings, plan=None if plan is None else Plan.load(plan))
     started = time.process_time()
     captured = capture(model, inputs, loss_fn=loss_fn, batch_dims=batch_dims, dtype=dtype)
     seconds = time.process_time() - started
     check_batch(captured, settings)
-    notes = list(captured.notes)
+    aliases = {name: (name, *info.aliases) for name, info in captured.parameters.items()}
+    settings = replace(settings, pinned=match_pins(wanted, aliases))
+    recipe = _recipe(model, captured)
+    notes = [*captured.notes, *_buffers_without_values(captured, recipe)]
+    notes += _written_buffers(captured)
     unit = new_unit(captured, settings)
     try:
         pipeline.run(unit)
     except NotSeparableError as error:
         notes.append(_not_separable(error))
-        settings = replace_separable(settings)
+        settings = replace(settings, separable=False)
         part = per_micro_batch(captured, inputs, microbatches)
         again = capture(model, part, loss_fn=loss_fn, batch_dims=batch_dims, dtype=dtype)
         unit = new_unit(again, settings, captured)
@@ -101,25 +124,35 @@ def compile(
         rank_graphs=unit.rank_graphs,
         chunk_graphs=unit.chunk_graphs,
         parameters=_parameters(captured, unit),
-        buffers={n: BufferLayout(n, b.shape, b.dtype) for n, b in captured.buffers.items()},
+        buffers=_buffers(captured, unit),
         tp_bounds=unit.tp_bounds,
         inputs=tuple(InputLayout(i.name, i.shape, i.dtype, i.batch_dim) for i in captured.inputs),
         input_spec=captured.input_spec,
         dtype=dtype,
+        master=master,
         optimizer=optimizer,
         micro_batches=microbatches,
         separable=settings.separable,
         backend=backend,
         report=report,
         source=captured,
+        plan=plan_of(unit.structure, unit.placed, settings.mesh),
+        explainer=Explainer(unit, captured.module, report),
+        recipe=recipe,
         pass_results=unit.dump,
     )
     _check_memory(program, memory)
+    _check_values(program)
     return program
 
 
 def _settings(
-    mesh: Any, microbatches: int, schedule: str, optimizer: AdamW | None, cluster: Any
+    mesh: Any,
+    microbatches: int,
+    schedule: str,
+    optimizer: AdamW | None,
+    cluster: Any,
+    memory: float | None,
 ) -> Settings:
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise PlanError(f"microbatches is {microbatches!r}; it is a whole number of at least 1.")
@@ -129,6 +162,7 @@ def _settings(
             "gradients only."
         )
     schedule_of(schedule)
+    _require_bytes(memory)
     cost = CostModel(None if cluster is None else Cluster.load(cluster))
     return Settings(
         Mesh.parse(mesh),
@@ -136,7 +170,15 @@ def _settings(
         schedule=schedule,
         optimizer=optimizer,
         cost=cost,
+        memory=memory,
     )
+
+
+def _require_bytes(memory: float | None) -> None:
+    if memory is None:
+        return
+    if not isinstance(memory, (int, float)) or isinstance(memory, bool) or not memory > 0:
+        raise PlanError(f"memory is {memory!r}; it is a positive number of bytes per rank.")
 
 
 def _check_backend(backend: str) -> None:
@@ -144,12 +186,16 @@ def _check_backend(backend: str) -> None:
         raise UserError(f"Backend '{backend}' is unknown. The backends are {', '.join(BACKENDS)}.")
 
 
-def _dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
+def _dtype(precision: str | torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtype to compute in, and that of the parameters if it is another one."""
+    if precision == MIXED:
+        return torch.bfloat16, torch.float32
     if precision is None or precision in DTYPES.values():
-        return precision  # type: ignore[return-value]
+        return precision, None  # type: ignore[return-value]
     if not isinstance(precision, str) or precision not in DTYPES:
-        raise PlanError(f"precision is {precision!r}; it is one of {', '.join(DTYPES)}, or None.")
-    return DTYPES[precision]
+        names = ", ".join([*DTYPES, MIXED])
+        raise PlanError(f"precision is {precision!r}; it is one of {names}, or None.")
+    return DTYPES[precision], None
 
 
 def check_batch(captured: Captured, settings: Settings) -> None:
@@ -172,16 +218,11 @@ def new_unit(captured: Captured, settings: Settings, whole: Captured | None = No
     dims = {info.name: info.batch_dim for info in captured.inputs}
     unit = Compilation(
         captured.graph,
-        Settings(**{**settings.__dict__, "batch_dims": dims}),
+        replace(settings, batch_dims=dims),
         captured.graph.meta["fake_mode"],
     )
     unit.input_shapes = {info.name: info.shape for info in (whole or captured).inputs}
     return unit
-
-
-def replace_separable(settings: Settings) -> Settings:
-    """The same settings for a model whose loss is taken per micro-batch."""
-    return Settings(**{**settings.__dict__, "separable": False})
 
 
 def per_micro_batch(captured: Captured, inputs: Any, microbatches: int) -> Any:
@@ -198,12 +239,12 @@ def per_micro_batch(captured: Captured, inputs: Any, microbatches: int) -> Any:
 
 def scale_loss(gm: fx.GraphModule, microbatches: int) -> None:
     """Divide the loss by the number of micro-batches: their mean is the loss of the step."""
-    (loss,) = output_nodes(gm)
+    loss, *buffers = output_nodes(gm)
     output = gm.graph.output_node()
     with gm.graph.inserting_before(output):
         scaled = gm.graph.call_function(torch.ops.aten.div.Tensor, (loss, microbatches))
     scaled.meta = dict(loss.meta)
-    output.args = ((scaled,),)
+    output.args = ((scaled, *buffers),)
     gm.recompile()
 
 
@@ -214,6 +255,29 @@ def _not_separable(error: NotSeparableError) -> str:
         f"The loss is not a sum over samples: {where} ({node.target}) {error.reason}. It is "
         "computed per micro-batch and averaged, as gradient accumulation on one device does."
     )
+
+
+def _buffers(captured: Captured, unit: Compilation) -> dict[str, BufferLayout]:
+    stages: dict[str, int] = {}
+    for chunk in unit.variants[0].chunks:
+        for name in chunk.written:
+            stages.setdefault(name, chunk.index)
+    return {
+        name: BufferLayout(name, info.shape, info.dtype, stages.get(name))
+        for name, info in captured.buffers.items()
+    }
+
+
+def _written_buffers(captured: Captured) -> list[str]:
+    """The note on buffers that the forward writes."""
+    names = captured.graph.meta["buffers"]
+    if not names:
+        return []
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return [
+        f"The forward writes these buffers: {shown}. Each micro-batch updates them once, in order, "
+        "from the rows of all dp ranks, as gradient accumulation on one device does."
+    ]
 
 
 def _parameters(captured: Captured, unit: Compilation) -> dict[str, ParameterLayout]:
@@ -233,11 +297,45 @@ def _parameters(captured: Captured, unit: Compilation) -> dict[str, ParameterLay
     return layouts
 
 
+def _recipe(model: nn.Module, captured: Captured) -> Recipe | None:
+    """What `msc.init` has attached to the model, of the tensors that a program can ask for."""
+    recipe = recipe_of(model)
+    if recipe is None:
+        return None
+    aliases = (n for info in captured.parameters.values() for n in (info.name, *info.aliases))
+    return recipe.only({*aliases, *captured.buffers, *model.state_dict()})
+
+
+def _buffers_without_values(captured: Captured, recipe: Recipe | None) -> list[str]:
+    """The note on a model on 'meta' that nobody has said how to initialize."""
+    names = [name for name in captured.buffers if captured.read_buffer(name) is None]
+    if not names or recipe is not None:
+        return []
+    return [
+        "These buffers have no values, since the model is on 'meta': "
+        f"{', '.join(names)}. msc.init(model, seed) says what they and the parameters are."
+    ]
+
+
+def _check_values(program: Program) -> None:
+    """Refuse a program whose recipe, if it has one, leaves out what the loss reads."""
+    if program.recipe is None or program.has_values:
+        return
+    lines = [
+        f"  {name}: {program.recipe.missing.get(name, 'it is a constant of the model, on meta')}"
+        for name in program.without_values()
+    ]
+    raise UserError(
+        "The loss reads these buffers, whose values are not known, since they were computed on "
+        "'meta':\n" + "\n".join(lines) + "\n"
+        "Give a function for each, msc.init(model, seed, init={name: lambda shape, dtype: ...}), "
+        "or build the model with real buffers."
+    )
+
+
 def _check_memory(program: Program, memory: int | None) -> None:
     if memory is None:
         return
-    if not isinstance(memory, (int, float)) or isinstance(memory, bool) or memory <= 0:
-        raise PlanError(f"memory is {memory!r}; it is a positive number of bytes per rank.")
     needed = program.memory_bytes()
     worst = max(range(len(needed)), key=needed.__getitem__)
     if needed[worst] > memory:

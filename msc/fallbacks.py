@@ -44,16 +44,35 @@ def _moved_bytes(node: fx.Node) -> int:
     return sum(map(nbytes, (*read, *tensors_of(node))))
 
 
+def fallback(unit: Compilation, node: fx.Node) -> str:
+    """Why tp does not split a call that it could; "" for every other call."""
+    reason = next(_over_tp(unit, node), "")
+    op = str(node.target).removesuffix(".default")
+    return f"{node.meta.get('module_path') or node.name}: {op} {reason}" if reason else ""
+
+
 def _over_tp(unit: Compilation, node: fx.Node) -> Iterator[str]:
     if unit.placed is None or unit.placed.strategies[node].factor is not None:
         return
-    rule = rule_of(node)
-    if rule is None:
+    if rule_of(node) is None:
         yield "has no sharding rule; it runs whole on every tp rank"
     elif is_gemm(node.target):
-        size = unit.settings.mesh.axis_size("tp")
-        lengths = ", ".join(str(n) for n in dict.fromkeys(factors(rule).values()) if n > 1)
-        yield f"runs whole on every tp rank: tp={size} does not split it evenly (dims {lengths})"
+        yield f"runs whole on every tp rank: {_whole(unit, node)}"
+
+
+def _whole(unit: Compilation, node: fx.Node) -> str:
+    """Why a call runs whole."""
+    rule = rule_of(node)
+    assert rule is not None
+    assert unit.placing is not None
+    if any(s.factor is not None for s in unit.placing.candidates.strategies[node]):
+        if unit.settings.plan is not None:
+            return "the given plan says so"
+        pins = "under the pins, " if unit.settings.pinned else ""
+        return f"{pins}splitting it would cost more than it saves"
+    size = unit.settings.mesh.axis_size("tp")
+    lengths = ", ".join(str(n) for n in dict.fromkeys(factors(rule).values()) if n > 1)
+    return f"tp={size} has more ranks than each of its dims has parts (dims {lengths})"
 
 
 def _over_batch(unit: Compilation, block: str, node: fx.Node) -> Iterator[str]:

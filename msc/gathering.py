@@ -11,6 +11,24 @@ from torch import Tensor
 from msc.program import Program
 
 
+def gather_buffers(
+    program: Program, held: Mapping[str, Tensor], rank: int, device: torch.device
+) -> dict[str, Tensor]:
+    """The buffers that the forward writes, on every rank, on the CPU. Collective."""
+    found = {}
+    for name, layout in program.buffers.items():
+        if layout.stage is None:
+            continue
+        owner = layout.writer(program.mesh)
+        if owner == rank:
+            value = held[name].to(device).contiguous()
+        else:
+            value = torch.empty(layout.shape, dtype=layout.dtype, device=device)
+        dist.broadcast(value, owner)
+        found[name] = value.cpu().clone()
+    return found
+
+
 def gather_whole(
     program: Program,
     shards: Mapping[str, Tensor],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,33 +18,23 @@ from msc.ir.inline import inline
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout, rank_class
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
+from msc.ir.plan import Plan
 from msc.ir.printer import format_graph
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_memory import memory_bytes
 from msc.report import CompileReport
 from msc.runtime.state import RankState
 from msc.runtime.virtual import VirtualExecutor
-from msc.saved_tensors import SavedTensors
+from msc.saved_tensors import SavedTensors, held_indices
+from msc.step_result import StepResult
 
 if TYPE_CHECKING:
     from msc.capture import Captured
     from msc.capture.inputs import InputSpec
+    from msc.explanation import Explainer, Explanation
+    from msc.initialization import Recipe
 
 BACKENDS = ("aten", "inductor")
-
-
-@dataclass
-class StepResult:
-    """One step of all ranks, put together.
-
-    loss: of the global batch; grads, params: whole tensors by name (params after the optimizer's
-    step, if there is an optimizer); state: what the next step starts from.
-    """
-
-    loss: Tensor
-    grads: dict[str, Tensor]
-    params: dict[str, Tensor]
-    state: list[RankState] = field(repr=False)
 
 
 class Program:
@@ -68,11 +57,15 @@ class Program:
         input_spec: InputSpec,
         dtype: torch.dtype | None,
         optimizer: AdamW | None,
+        master: torch.dtype | None = None,
         micro_batches: int,
         separable: bool,
         backend: str,
         report: CompileReport,
         source: Captured | Mapping[str, Tensor] | None,
+        plan: Plan,
+        explainer: Explainer | None = None,
+        recipe: Recipe | None = None,
         digests: Sequence[str] | None = None,
         pass_results: Dump | None = None,
     ) -> None:
@@ -85,12 +78,16 @@ class Program:
         self.inputs = tuple(inputs)
         self.input_spec = input_spec
         self.dtype = dtype
+        self.master = master
         self.optimizer = optimizer
         self.micro_batches = micro_batches
         self.separable = separable
         self.backend = backend
         self.report = report
+        self.plan = plan
+        self._explainer = explainer
         self._source = source
+        self.recipe = recipe
         self._digests = digests
         self._pass_results = pass_results
 
@@ -151,6 +148,20 @@ class Program:
         """Predicted bytes of one rank of each class: state, gradients, and saved activations."""
         return [memory_bytes(graph) for graph in self.rank_graphs]
 
+    def explain(self, module: str | None = None, *, html: str | Path | None = None) -> Explanation:
+        """Say where everything lies and what is sent; of a module, layer or parameter: why.
+
+        Print the result; `html` writes it as one page. Why: the modelled cost of the best plan for
+        each other choice. A loaded program knows parameters and totals only, and says so.
+        `UserError` for a module that the model does not have.
+        """
+        from msc.explanation import explain
+
+        found = explain(self, self._explainer, module)
+        if html is not None:
+            found.save_html(html)
+        return found
+
     # -- values
 
     def local_inputs(self, batch: Any, rank: int) -> dict[str, Tensor]:
@@ -178,7 +189,8 @@ class Program:
 
     def dtype_of(self, layout: ParameterLayout) -> torch.dtype:
         """The dtype in which the program holds a parameter."""
-        return self.dtype if self.dtype and layout.dtype.is_floating_point else layout.dtype
+        dtype = self.master or self.dtype
+        return dtype if dtype and layout.dtype.is_floating_point else layout.dtype
 
     def initial_state(self, rank: int, seed: int = 0) -> RankState:
         """A rank's shards of the model's parameters. `seed` keys all random numbers of training."""
@@ -203,38 +215,58 @@ class Program:
         return self._read("buffer", name)
 
     def _read(self, kind: str, name: str) -> Tensor:
-        value = self._value(kind, name)
+        value = self.stored(kind, name)
+        if value is None and self.recipe is not None:
+            value = self.recipe.whole(name)
         if value is None:
             raise UserError(
                 f"The {kind} '{name}' has no values: the model was compiled on the meta device. "
-                "Compile a model with real parameters to run it, or load a saved state."
+                "Call msc.init(model, seed) before msc.compile to say how it starts, or compile a "
+                "model with real parameters."
             )
-        return self._cast(value).detach()
+        return self._cast(value, kind).detach()
 
-    def _value(self, kind: str, name: str) -> Tensor | None:
+    def stored(self, kind: str, name: str) -> Tensor | None:
+        """The value that the model, or a saved program, has of a "parameter" or "buffer"."""
         if self._source is None:
             return None
         if isinstance(self._source, Mapping):
             return self._source.get(name)
         if kind == "parameter":
-            return self._source.read_parameter(name)
+            return self._source.read_parameter(name, self.master)
         return self._source.read_buffer(name)
 
-    def _cast(self, value: Tensor) -> Tensor:
-        return value.to(self.dtype) if self.dtype and value.is_floating_point() else value
+    def _cast(self, value: Tensor, kind: str = "") -> Tensor:
+        """A floating value in the program's dtype, which of a "parameter" may be another one."""
+        dtype = self.master if kind == "parameter" and self.master else self.dtype
+        return value.to(dtype) if dtype and value.is_floating_point() else value
 
     def _shard(self, layout: ParameterLayout, rank: int) -> Tensor:
         if isinstance(self._source, SavedTensors) and layout.name in self._source:
-            return self._cast(self._source.shard(layout, self.mesh, rank))
+            return self._cast(self._source.shard(layout, self.mesh, rank), "parameter")
+        if self._is_drawn("parameter", layout.name):
+            assert self.recipe is not None
+            held = held_indices(layout, self.mesh, rank)
+            return self._cast(self.recipe.part(layout.name, held), "parameter")
         return layout.local(self.read_parameter(layout.name), self.mesh, rank)
+
+    def _is_drawn(self, kind: str, name: str) -> bool:
+        """Whether a value is there only by the recipe of `msc.init`."""
+        drawn = self.recipe is not None and name in self.recipe
+        return drawn and self.stored(kind, name) is None
 
     @cached_property
     def has_values(self) -> bool:
         """Whether every parameter and buffer has numbers, so that the program can run."""
+        return not self.without_values()
+
+    def without_values(self) -> list[str]:
+        """Names of the parameters and buffers that have no numbers and no recipe."""
         read = [("parameter", n) for n in self.parameters] + [("buffer", n) for n in self.buffers]
-        if isinstance(self._source, Mapping):
-            return all(name in self._source for _, name in read)
-        return all(self._value(kind, name) is not None for kind, name in read)
+        known = self.recipe if self.recipe is not None else ()
+        if isinstance(self._source, SavedTensors):
+            return [n for _, n in read if n not in self._source and n not in known]
+        return [n for kind, n in read if n not in known and self.stored(kind, n) is None]
 
     def extra_state(self) -> dict[str, Tensor]:
         """What the plain module's `state_dict` holds besides the parameters that are trained."""
@@ -245,7 +277,11 @@ class Program:
         if isinstance(self._source, Mapping):
             return {}
         module: nn.Module = self._source.module
-        return {n: v for n, v in module.state_dict().items() if n not in self._parameter_names}
+        found = {n: v for n, v in module.state_dict().items() if n not in self._parameter_names}
+        for name, value in found.items():
+            drawn = None if has_values(value) or self.recipe is None else self.recipe.whole(name)
+            found[name] = value if drawn is None else drawn
+        return found
 
     @cached_property
     def _parameter_names(self) -> frozenset[str]:
@@ -278,7 +314,7 @@ class Program:
         ]
         outputs = self._virtual.run(arguments)
         for rank in ranks:
-            advance(state[rank], self.rank_graph(rank), outputs[rank])
+            state[rank].advance(self.rank_graph(rank), outputs[rank])
         grads: dict[str, Tensor] = {}
         params: dict[str, Tensor] = {}
         gradient_maps = [
@@ -299,25 +335,35 @@ class Program:
             ).clone()
             if all(name in gradient_maps[r] for r in owners):
                 grads[name] = layout.whole([gradient_maps[r][name] for r in owners], self.mesh)
-        return StepResult(outputs[0]["loss"], grads, params, state)
+        buffers = {
+            name: state[layout.writer(self.mesh)].buffers[name].clone()
+            for name, layout in self.buffers.items()
+            if layout.stage is not None
+        }
+        norm = outputs[0].get("grad_norm")
+        return StepResult(outputs[0]["loss"], grads, params, state, norm, buffers)
 
     def state_dict(
-        self, params: Mapping[str, Tensor] | StepResult | None = None
+        self, values: Mapping[str, Tensor] | StepResult | None = None
     ) -> dict[str, Tensor]:
         """Whole parameters under every name that the plain module has, for its `load_state_dict`.
 
-        `params`: a step's result, or a mapping by name; without it the initial values.
+        `values`: a step's result, or parameters and written buffers by name; without it the initial
+        ones.
         """
-        values = params.params if isinstance(params, StepResult) else params
+        if isinstance(values, StepResult):
+            values = values.params | values.buffers
         missing = [name for name in self.parameters if values is not None and name not in values]
         if missing:
-            raise InputError(f"params lacks {len(missing)} parameters, such as '{missing[0]}'.")
+            raise InputError(f"values lacks {len(missing)} parameters, such as '{missing[0]}'.")
         found: dict[str, Tensor] = {}
         for name, layout in self.parameters.items():
             value = values[name] if values is not None else self.read_parameter(name)
             for alias in dict.fromkeys((name, *layout.aliases)):
                 found[alias] = value
-        return {**self.extra_state(), **found}
+        extra = self.extra_state()
+        written = extra.keys() & (values or {}).keys() & self.buffers.keys()
+        return {**extra, **{name: (values or {})[name] for name in written}, **found}
 
     # -- identity
 
@@ -353,7 +399,11 @@ class Program:
         if not self.has_values:
             return ""
         digest = hashlib.blake2b(digest_size=16)
+        if self.recipe is not None:
+            digest.update(self.recipe.digest.encode())
         for name in sorted(self.parameters):
+            if self._is_drawn("parameter", name):
+                continue
             value = self.read_parameter(name).contiguous().reshape(-1).view(torch.uint8)
             digest.update(name.encode())
             digest.update(value.cpu().numpy().data)
@@ -379,17 +429,6 @@ def _listed(ranks: list[int]) -> str:
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 64 else f"{len(ranks)} ranks"
-
-
-def advance(state: RankState, graph: fx.GraphModule, outputs: Mapping[str, Any]) -> None:
-    """Take a step's results over into a rank's state."""
-    names = graph.meta["gradients"]
-    if "parameters" in outputs:
-        state.parameters.update(zip(names, outputs["parameters"], strict=True))
-        for moment in ("first_moment", "second_moment"):
-            keys = [f"{moment}.{name}" for name in names]
-            state.moments.update(zip(keys, outputs[f"{moment}s"], strict=True))
-    state.step += 1
 
 
 def load(folder: str | Path, rank: int | None = None) -> Program:

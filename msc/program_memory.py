@@ -72,7 +72,8 @@ class _Liveness:
         return len(self.sizes) - 1
 
     def _value(self, node: fx.Node, position: int) -> Any:
-        if node.op == "call_function" and node.target in _SHARING:
+        converts = node.target is actions.accumulate and node.args[0] is None and node.args[2:]
+        if not converts and node.op == "call_function" and node.target in _SHARING:
             return _SHARING[node.target](*self._operands(node))
         if node.target is actions.recv:
             _, _, shapes, dtypes = node.args
@@ -92,7 +93,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _accumulated(total: Any, parts: Any) -> Any:
+def _accumulated(total: Any, parts: Any, dtype: Any = None) -> Any:
     """A sum reuses the storage of the one before it; the first is the parts themselves."""
     if total is None:
         return tuple(parts)

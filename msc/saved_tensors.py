@@ -65,6 +65,11 @@ class SavedTensors(Mapping[str, Tensor]):
 
 def index_runs(layout: ParameterLayout, mesh: Mesh, rank: int) -> list[list[Run]]:
     """For each dim the indices of the whole parameter that `rank` holds, in its order."""
+    return [_runs(indices) for indices in held_indices(layout, mesh, rank)]
+
+
+def held_indices(layout: ParameterLayout, mesh: Mesh, rank: int) -> list[Tensor]:
+    """As `index_runs`, every index by itself."""
     coordinate = mesh.coordinate(rank)
     held = [torch.arange(length) for length in layout.shape]
     for axis, placement in layout.shards.items():
@@ -73,7 +78,7 @@ def index_runs(layout: ParameterLayout, mesh: Mesh, rank: int) -> list[list[Run]
             held[placement.dim].view(shape), placement, mesh.axis_size(axis), coordinate[axis]
         )
         held[placement.dim] = part.reshape(-1)
-    return [_runs(indices) for indices in held]
+    return held
 
 
 def read_runs(view: Any, runs: Sequence[Sequence[Run]]) -> Tensor:

@@ -1,8 +1,8 @@
 """Write a program to a folder and read it back: compile once, run on every rank.
 
-    program.json         mesh, layouts, inputs, options, report, digests
-    stage0.graphs.json   the rank graph of each class of ranks (`msc.ir.serialize`)
-    model.safetensors    whole parameters and buffers, if the model has values
+    program.json         mesh, layouts, inputs, options, report, plan, digests
+    stage0.graphs.json   the graphs of each class of ranks (`msc.ir.serialize`)
+    model.safetensors    whole parameters and buffers that have values; not what `msc.init` draws
 
 `program.json` is written last and removed first, so that a folder that has one is complete.
 """
@@ -22,12 +22,14 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from msc.capture.inputs import InputInfo, InputSpec
+from msc.initialization import recipe_from_json
 from msc.ir.dump import make_folder
 from msc.ir.encoding import Decoder, encode
 from msc.ir.errors import UserError
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
+from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_from_json, to_text
 from msc.program import Program, class_names
 from msc.report import CompileReport
@@ -73,7 +75,7 @@ def load_program(folder: str | Path, rank: int | None = None) -> Program:
     mesh = Mesh(tuple((name, size) for name, size in data["mesh"]))
     names = class_names(mesh.axis_size("pp"), data["tp_bounds"])
     source = None
-    if data["has_values"]:
+    if data["has_tensors"]:
         source = SavedTensors(path / TENSORS, data["state_names"], data["values_digest"])
     graphs = SavedGraphs(path, names, digests)
     program = Program(
@@ -81,17 +83,20 @@ def load_program(folder: str | Path, rank: int | None = None) -> Program:
         rank_graphs=graphs,
         chunk_graphs=graphs.chunk_graphs,
         parameters={p["name"]: _parameter(p) for p in data["parameters"]},
-        buffers={b["name"]: BufferLayout(*_shaped(b)) for b in data["buffers"]},
+        buffers={b["name"]: BufferLayout(*_shaped(b), b["stage"]) for b in data["buffers"]},
         tp_bounds=data["tp_bounds"],
         inputs=tuple(InputLayout(*_shaped(i), i["batch_dim"]) for i in data["inputs"]),
         input_spec=_input_spec(data["input_spec"]),
         dtype=_decode(data["dtype"]),
+        master=_decode(data["master"]),
         optimizer=_optimizer(data["optimizer"]),
         micro_batches=data["micro_batches"],
         separable=data["separable"],
         backend=data["backend"],
         report=_report(data["report"]),
         source=source,
+        plan=Plan.load(data["plan"]),
+        recipe=None if data["recipe"] is None else recipe_from_json(data["recipe"]),
         digests=digests,
     )
     if program.fingerprint != data["fingerprint"]:
@@ -161,18 +166,44 @@ def describe(program: Program) -> dict[str, Any]:
         "tp_bounds": list(program.tp_bounds),
         "mesh": [list(axis) for axis in program.mesh],
         "parameters": [_parameter_data(p) for p in program.parameters.values()],
-        "buffers": [_shaped_data(b) for b in program.buffers.values()],
+        "buffers": [{**_shaped_data(b), "stage": b.stage} for b in program.buffers.values()],
         "inputs": [{**_shaped_data(i), "batch_dim": i.batch_dim} for i in program.inputs],
         "input_spec": _input_spec_data(program.input_spec),
         "dtype": encode(program.dtype),
-        "optimizer": None if program.optimizer is None else asdict(program.optimizer),
+        "master": encode(program.master),
+        "optimizer": _optimizer_data(program.optimizer),
         "micro_batches": program.micro_batches,
         "separable": program.separable,
         "backend": program.backend,
         "report": {**program.report.to_json(), "search_cost": program.report.search_cost},
-        "has_values": program.has_values,
+        "plan": program.plan.to_json(),
+        "has_tensors": bool(_stored(program)),
+        "recipe": None if program.recipe is None else program.recipe.to_json(),
         "values_digest": program.values_digest,
         "state_names": sorted(_state(program)),
+    }
+
+
+def _optimizer_data(optimizer: AdamW | None) -> dict[str, Any] | None:
+    if optimizer is None:
+        return None
+    return {name: encode(value) for name, value in asdict(optimizer).items()}
+
+
+def _stored(program: Program) -> dict[str, str]:
+    """Name -> kind of the tensors that are written: those that no recipe draws."""
+    if not program.has_values:
+        return {}
+    drawn = program.recipe.draws if program.recipe is not None else {}
+    names = dict.fromkeys(program.parameters, "parameter") | dict.fromkeys(
+        program.buffers, "buffer"
+    )
+    state = _state(program)
+    names = {name: "state" for name in state} | names
+    return {
+        name: kind
+        for name, kind in names.items()
+        if name in state or name not in drawn or program.stored(kind, name) is not None
     }
 
 
@@ -260,7 +291,7 @@ def _input_spec(data: Mapping[str, Any]) -> InputSpec:
 
 
 def _optimizer(data: Mapping[str, Any] | None) -> AdamW | None:
-    return None if data is None else AdamW(**{**data, "betas": tuple(data["betas"])})
+    return None if data is None else AdamW(**{n: _decode(v) for n, v in data.items()})
 
 
 def _report(data: Mapping[str, Any]) -> CompileReport:
@@ -301,11 +332,12 @@ def _write(file: Path, text: str) -> None:
 
 def _save_tensors(program: Program, file: Path) -> None:
     part = file.with_name(file.name + ".part")
-    if not program.has_values:
+    names = _stored(program)
+    if not names:
         file.unlink(missing_ok=True)
         return
-    tensors = {name: program.read_parameter(name) for name in program.parameters}
-    tensors |= {name: program.read_buffer(name) for name in program.buffers}
+    read = {"parameter": program.read_parameter, "buffer": program.read_buffer}
+    tensors = {name: read[kind](name) for name, kind in names.items() if kind in read}
     tensors |= {n: v for n, v in _state(program).items() if n not in tensors}
     # copies: the file format takes no two names of one memory
     save_file({n: v.detach().cpu().contiguous().clone() for n, v in tensors.items()}, part)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from msc.batches import Batches, Data, samples_and_tokens
-from msc.gathering import gather_whole
+from msc.gathering import gather_buffers, gather_whole
 from msc.ir.errors import CommunicationError, InputError, PlanError
 from msc.passes.forward_only import forward_only
-from msc.program import Program, advance
+from msc.program import Program
 from msc.progress import Log, TrainingProgress
 from msc.ranks import is_lost_peer, join
 from msc.runtime.process import Backend, ProcessExecutor
@@ -30,6 +30,8 @@ class Trainer:
     process does.
 
     losses: the loss of every step so far, of the whole global batch, equal on all ranks.
+    grad_norms: the global norm of each step's gradients before clipping; empty unless the optimizer
+        clips (`max_norm`).
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Trainer:
             raise InputError(f"timeout_s is {timeout_s!r}; it is a positive number of seconds.")
         self.program = program
         self.losses: list[float] = []
+        self.grad_norms: list[float] = []
         self._log = log
         self._evaluation: tuple[fx.GraphModule, ProcessExecutor] | None = None
         self._job = join(program.mesh, device, timedelta(seconds=timeout_s))
@@ -103,7 +106,7 @@ class Trainer:
     # -- running
 
     def fit(self, steps: int) -> None:
-        """Take `steps` more steps, and add their losses to `losses`.
+        """Take `steps` more steps, and add their losses to `losses` (and norms to `grad_norms`).
 
         Raises `InputError` if the data ends before, or a batch is not what was compiled for;
         `CommunicationError`, which names this rank, the step and the ranks that are silent, if
@@ -126,8 +129,10 @@ class Trainer:
                     inputs = self._batches.need(self.step, last)
                     outputs = self._executor.run(self._state.arguments(self._graph, inputs))
                     loss = float(outputs["loss"])
-                advance(self._state, self._graph, outputs)
+                self._state.advance(self._graph, outputs)
                 self.losses.append(loss)
+                if "grad_norm" in outputs:
+                    self.grad_norms.append(float(outputs["grad_norm"]))
                 progress.step(self.step, loss)
 
     def evaluate(self, data: Data, steps: int | None = None) -> float:
@@ -178,15 +183,16 @@ class Trainer:
     # -- state
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole trained parameters under the plain module's names, for its `load_state_dict`.
+        """The trained parameters, whole, and the written buffers under the plain module's names.
 
-        Gathered to every rank, on the CPU.
+        For its `load_state_dict`. Gathered to every rank, on the CPU.
         """
         self._check_open()
         found = gather_whole(self.program, self._state.parameters, self.rank, self._job.device)
         for name, layout in self.program.parameters.items():
             if not layout.stages:  # no stage reads it
                 found[name] = self.program.read_parameter(name).clone()
+        found |= gather_buffers(self.program, self._state.buffers, self.rank, self._job.device)
         return self.program.state_dict(found)
 
     def optimizer_state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from msc.capture import Captured, capture
+from msc.capture.captured import has_values
 from msc.capture.loss import LossFunction, LossModule
 from msc.compiler import compile as compile_program
 from msc.compiler import per_micro_batch
@@ -78,7 +79,7 @@ def verify(
     loss, grads = reference.run(inputs, seed=seed)
     scale = largest(grads.values())
     names = [n for n, layout in program.parameters.items() if layout.trainable]
-    dtypes = {loss.dtype, *(program.dtype_of(program.parameters[name]) for name in names)}
+    dtypes = {loss.dtype, *(program.parameters[name].dtype for name in names)}
     tolerance = max(TOLERANCE.get(dtype, 1e-5) for dtype in dtypes)
     floor = _HALF_FLOOR if tolerance > TOLERANCE[torch.float32] else _FLOOR
     grad_errors = {
@@ -160,6 +161,7 @@ class Reference:
             each.run(whole.graph, None)
         whole.graph.recompile()
         self.graph = whole.graph
+        self.buffers: dict[str, Tensor] = {}
 
     def run(
         self,
@@ -167,10 +169,17 @@ class Reference:
         parameters: Mapping[str, Tensor] | None = None,
         step: int = 0,
         seed: int = 0,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and gradients of a global batch, at the model's parameters or those given."""
+        """Loss and gradients of a global batch, at the model's values or those given.
+
+        Afterwards `buffers` holds the buffers as the forward has left them.
+        """
         tensors = self.program.flatten(batch)
         values = self._parameters(parameters)
+        if buffers is None:
+            buffers = {name: self.program.read_buffer(name) for name in self.program.buffers}
+        self.buffers = {**buffers}
         total: Tensor | None = None
         for part in range(self.parts):
             loss = self._loss(self.graph, values, self._rows(tensors, part), step, seed)
@@ -183,6 +192,7 @@ class Reference:
         values = {}
         for name, layout in self.program.parameters.items():
             value = given[name] if given is not None else self.program.read_parameter(name)
+            (value,) = self.program.cast([value])  # what the chunks compute with
             values[name] = value.detach().clone().requires_grad_(layout.trainable)
         return values
 
@@ -215,13 +225,14 @@ class Reference:
             if kind == "parameter":
                 arguments.append(values[name])
             elif kind == "buffer":
-                arguments.append(self.program.read_buffer(name))
+                arguments.append(self.buffers[name])
             elif kind == "input":
                 arguments.append(inputs[name])
             else:
                 arguments.append(torch.tensor([seed, step], dtype=torch.int64))
-        (loss,) = fx.Interpreter(graph).run(*arguments)
+        loss, *written = fx.Interpreter(graph).run(*arguments)
         assert isinstance(loss, Tensor)
+        self.buffers.update(zip(graph.meta["buffers"], written, strict=True))
         return loss
 
 
@@ -230,8 +241,10 @@ def eager_errors(
 ) -> dict[str, float]:
     """The captured graph before normalization against the module, in the module's own dtype.
 
-    A model that drops out is compared in eval mode.
+    A model that drops out is compared in eval mode; nothing is compared of a model on `meta`.
     """
+    if not all(map(has_values, (*model.parameters(), *model.buffers()))):
+        return {}
     modes = {module: module.training for module in model.modules()}
     try:
         captured = capture(model, inputs, loss_fn=loss_fn, batch_dims=batch_dims)
@@ -258,10 +271,14 @@ def _compare_with_eager(
         kind, name = node.meta["kind"], node.meta["name"]
         sources = {"parameter": values.get, "input": found.get}
         arguments.append(sources.get(kind, captured.read_buffer)(name))
-    (loss,) = fx.Interpreter(captured.graph).run(*arguments)
+    loss, *_ = fx.Interpreter(captured.graph).run(*arguments)
     grads = _gradients(loss, values)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     eager = LossModule(model, captured.input_spec, loss_fn)(*tensors)
     expected = _gradients(eager, {name: model.get_parameter(name) for name in values})
+    with torch.no_grad():
+        for name, buffer in before.items():
+            model.get_buffer(name).copy_(buffer)
     scale = largest(expected.values())
     errors = {"loss": relative_error(loss.detach(), eager.detach(), scale)}
     for name in grads | expected:

@@ -35,16 +35,21 @@ class BuildChunks(UnitPass):
         _record_stages(unit, chunk_of)
         received = crossing(instances, chunk_of, stages)
         for variant in unit.variants:
-            _build(unit, variant, [[instances[i] for i in run] for run in runs], received)
+            _build(unit, variant, chunk_of, [[instances[i] for i in run] for run in runs], received)
         return sum(len(variant.chunks) for variant in unit.variants)
 
 
 def _build(
-    unit: Compilation, variant: Variant, runs: list[list[Instance]], received: list[list[Key]]
+    unit: Compilation,
+    variant: Variant,
+    chunk_of: dict[int, int],
+    runs: list[list[Instance]],
+    received: list[list[Key]],
 ) -> None:
     """The chunks of the ranks of a variant."""
     for name, programs in variant.differentiated.items():
         variant.blocks[name] = Block(programs, variant.local[name].coordinates)
+    written = _written(unit, variant, chunk_of, len(runs))
     chunks: list[Chunk] = []
     gradients_below: list[Key] = []
     for index in reversed(range(len(runs))):
@@ -52,13 +57,14 @@ def _build(
             index,
             runs[index],
             variant.blocks,
-            _prelude(unit, variant, runs[index]),
+            _prelude(unit, variant, runs[index], written[index]),
             received[index],
             received[index + 1] if index + 1 < len(runs) else [],
             gradients_below,
             unit.structure.loss,
             variant.value_meta,
             _parameter_meta(unit, variant),
+            written[index],
         )
         chunk = builder.build()
         gradients_below = chunk.sent_gradients
@@ -110,10 +116,43 @@ def _record_stages(unit: Compilation, chunk_of: dict[int, int]) -> None:
         stages.sort()
 
 
-def _prelude(unit: Compilation, variant: Variant, instances: list[Instance]) -> Prelude:
-    """The part of the prelude that a chunk's instances read."""
+def _written(
+    unit: Compilation, variant: Variant, chunk_of: dict[int, int], stages: int
+) -> list[dict[str, Source]]:
+    """For each chunk the buffers that it writes: all of its own, and those that it reads.
+
+    Raises `PlanError` where a stage reads what a layer of another stage writes.
+    """
+    instances = unit.structure.instances
+    reads: list[set[str]] = []
+    for stage in range(stages):
+        own = [instance for instance in instances if chunk_of[instance.index] == stage]
+        nodes = placeholders(_prelude(unit, variant, own, {}).gm)
+        reads.append({node.meta["name"] for node in nodes if node.meta["kind"] == "buffer"})
+    written: list[dict[str, Source]] = [{} for _ in range(stages)]
+    for name, source in unit.structure.buffers.items():
+        readers = [stage for stage in range(stages) if name in reads[stage]]
+        if source.kind == "prelude":
+            for stage in readers or [0]:
+                written[stage][name] = source
+            continue
+        writer = chunk_of[source.instance]
+        written[writer][name] = source
+        if any(stage != writer for stage in readers):
+            raise PlanError(
+                f"Buffer '{name}' is written on pipeline stage {writer} and read on stages "
+                f"{readers}. Give each layer a buffer of its own, or use pp=1."
+            )
+    return written
+
+
+def _prelude(
+    unit: Compilation, variant: Variant, instances: list[Instance], written: dict[str, Source]
+) -> Prelude:
+    """The part of the prelude that a chunk's instances read, and that it writes to buffers."""
     whole = variant.local["prelude"].gm
-    used = {s.name for i in instances for s in i.sources if s.kind == "prelude"}
+    sources = [*(s for i in instances for s in i.sources), *written.values()]
+    used = {source.name for source in sources if source.kind == "prelude"}
     names = [name for name in unit.structure.prelude_outputs if name in used]
     outputs = dict(zip(unit.structure.prelude_outputs, output_nodes(whole), strict=True))
     wanted = [outputs[name] for name in names]

@@ -1,6 +1,7 @@
 """Assemble chunks: runs of block instances as graphs that call the block graphs.
 
-    forward:   parameters, buffers, inputs, step values, received  ->  (sent), loss, (saved)
+    forward:   parameters, buffers, inputs, step values, received  ->  (sent), loss, (saved),
+                                                                       (written buffers, if any)
     backward:  parameters, (saved), gradients of what was sent     ->  (gradients of received),
                                                                        (gradients of parameters)
 
@@ -89,6 +90,7 @@ class Chunk:
     received: list[Key]
     sent: list[Key]
     has_loss: bool
+    written: list[str]  # buffers
     sent_gradients: list[Key] = field(default_factory=list)  # of received values, sent back
     received_gradients: list[Key] = field(default_factory=list)  # of sent values
     parameter_gradients: list[str] = field(default_factory=list)
@@ -124,7 +126,9 @@ class ChunkBuilder:
         loss: Source,
         value_meta: dict[Key, dict[str, Any]],
         parameter_meta: dict[str, dict[str, Any]],
+        written: dict[str, Source],
     ) -> None:
+        self.written = written
         self.index = index
         self.instances = instances
         self.blocks = blocks
@@ -152,6 +156,7 @@ class ChunkBuilder:
             self.received,
             self.sent,
             self.has_loss,
+            list(self.written),
         )
         if any(self.blocks[i.block].programs.backward is not None for i in self.instances):
             chunk.backward = self._backward(saved, chunk)
@@ -186,12 +191,20 @@ class ChunkBuilder:
             self._call_block(graph, modules, instance, prelude_values, saved)
         sent = tuple(self.values[key] for key in self.sent)
         loss = self.values[self.loss] if self.has_loss else None
-        graph.output((sent, loss, tuple(saved)))
+        buffers = tuple(
+            prelude_values[source]
+            if source.kind == "prelude"
+            else self.values[source.instance, source.output]
+            for source in self.written.values()
+        )
+        graph.output((sent, loss, tuple(saved), *([buffers] if buffers else [])))
         gm = lazy_graph_module(modules, graph)
         return gm, list(self.other_nodes), saved
 
     def _parameter(self, graph: fx.Graph, name: str) -> fx.Node:
-        return _placeholder(graph, name.replace(".", "_"), self.parameter_meta[name])
+        text = name.replace(".", "_")
+        text = text if text.isidentifier() else f"_{text}"
+        return _placeholder(graph, text, self.parameter_meta[name])
 
     def _call_prelude(
         self, graph: fx.Graph, modules: dict[str, fx.GraphModule]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from msc.cost import CostModel
@@ -14,6 +15,7 @@ from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
 from msc.ir.passes import Unit
 from msc.ir.placement import State
+from msc.ir.plan import Plan
 from msc.ir.printer import format_graph
 from msc.ir.structure import Structure
 from msc.passes.chunks import Block, Chunk, Key
@@ -21,21 +23,31 @@ from msc.passes.differentiate import Differentiated
 from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.batch import BatchPlan
 from msc.passes.sharding.partition import Partitioned
+from msc.passes.sharding.pins import Pinned
+from msc.passes.sharding.placing import Placing
 from msc.passes.sharding.search import Placed
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that the passes read."""
+    """The options that the passes read.
+
+    memory: bytes per rank, None without a bound. pinned: the user's pins by parameter; plan:
+    placements to apply instead of searching.
+    """
 
     mesh: Mesh
     micro_batches: int = 1
     schedule: str = "1f1b"
     optimizer: AdamW | None = None
+    master: torch.dtype | None = None  # of parameters, where the chunks compute in a lower one
     cost: CostModel = field(default_factory=CostModel)
     bucket_bytes: int = 25 * 2**20
+    memory: float | None = None
     separable: bool = True
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    pinned: Pinned = field(default_factory=dict)
+    plan: Plan | None = None
 
     @property
     def batch_axes(self) -> tuple[Axis, ...]:
@@ -92,6 +104,7 @@ class Compilation(Unit):
     prologue: fx.GraphModule | None
     batch: dict[str, BatchPlan]
     prelude_states: dict[str, State]
+    placing: Placing | None
     placed: Placed | None
     variants: list[Variant]
     parameter_states: dict[str, dict[str, State]]
@@ -106,6 +119,7 @@ class Compilation(Unit):
         self.prologue = None
         self.batch = {}
         self.prelude_states = {}
+        self.placing = None
         self.placed = None
         self.variants = []
         self.parameter_states = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,11 +26,14 @@ from msc.ir.values import operand_nodes, tensors_of
 _DETACHING = {torch.ops.aten.detach.default}
 
 
-def cut(gm: fx.GraphModule) -> Structure:
-    """Cut a normalized forward graph; see the module's picture."""
+def cut(gm: fx.GraphModule, stages: int = 1) -> Structure:
+    """Cut a normalized forward graph; see the module's picture.
+
+    For several pipeline stages a model without numbered layers is cut at its outermost modules.
+    """
     mark_differentiable(gm)
     prelude_nodes = _without_parameters(gm)
-    segment_of = _segments(gm, prelude_nodes)
+    segment_of = _segments(gm, prelude_nodes, by_module=stages > 1)
     return _Cutter(gm, prelude_nodes, segment_of).run()
 
 
@@ -65,10 +68,26 @@ def _without_parameters(gm: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def _segments(gm: fx.GraphModule, prelude: set[fx.Node]) -> dict[fx.Node, int]:
+def _reading_inputs(written: Mapping[str, fx.Node]) -> frozenset[str]:
+    """Names of the values that depend on an input of the model."""
+    found = []
+    for name, root in written.items():
+        seen: set[fx.Node] = set()
+        pending = [root]
+        while pending:
+            node = pending.pop()
+            if node not in seen:
+                seen.add(node)
+                pending += node.all_input_nodes
+        if any(node.meta.get("kind") == "input" for node in seen):
+            found.append(name)
+    return frozenset(found)
+
+
+def _segments(gm: fx.GraphModule, prelude: set[fx.Node], by_module: bool) -> dict[fx.Node, int]:
     """Number of the segment of each call node outside the prelude; never falls along an edge."""
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n not in prelude]
-    layers = _layers(nodes)
+    layers = _layers(nodes, by_module)
     numbers: dict[tuple[str, int], int] = {}
     last_layer_position = -1
     for position, node in enumerate(nodes):
@@ -87,10 +106,10 @@ def _segments(gm: fx.GraphModule, prelude: set[fx.Node]) -> dict[fx.Node, int]:
     return segment_of
 
 
-def _layers(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int] | None]:
+def _layers(nodes: list[fx.Node], by_module: bool) -> dict[fx.Node, tuple[str, int] | None]:
     """The layer of each node: an entry of a numbered container with several entries.
 
-    Where a model has no such container, its outermost modules are its layers.
+    Where a model has no such container and `by_module` asks for it, its outermost modules are.
     """
     paths = {node: node.meta.get("module_path") or "" for node in nodes}
     layers = {node: layer_of(path) for node, path in paths.items()}
@@ -98,7 +117,7 @@ def _layers(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int] | None]:
     for layer in layers.values():
         if layer is not None:
             members.setdefault(layer[0], set()).add(layer[1])
-    if any(len(entries) > 1 for entries in members.values()):
+    if not by_module or any(len(entries) > 1 for entries in members.values()):
         return {
             node: layer if layer is not None and len(members[layer[0]]) > 1 else None
             for node, layer in layers.items()
@@ -114,7 +133,8 @@ class _Cutter:
         self.gm = gm
         self.prelude_nodes = prelude
         self.segment_of = segment_of
-        (self.loss,) = output_nodes(gm)
+        self.loss, *written = output_nodes(gm)
+        self.written = dict(zip(gm.meta.get("buffers", ()), written, strict=True))
         self.instance_of: dict[int, int] = {}
         self.output_index: dict[fx.Node, int] = {}
         self.prelude_outputs: dict[fx.Node, str] = {}
@@ -136,9 +156,11 @@ class _Cutter:
             sources = tuple(self._source(node) for node in inputs)
             instances.append(Instance(len(instances), name, _path(nodes), sources))
         loss = self._source(self.loss)
+        buffers = {name: self._source(node) for name, node in self.written.items()}
         prelude = self._prelude()
         names = list(self.prelude_outputs.values())
-        return Structure(blocks, instances, prelude, names, loss)
+        from_inputs = _reading_inputs(self.written)
+        return Structure(blocks, instances, prelude, names, loss, buffers, from_inputs)
 
     def _block(self, segment: int, nodes: list[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
         inside = set(nodes)
@@ -152,7 +174,9 @@ class _Cutter:
         outputs = [
             node
             for node in nodes
-            if node is self.loss or any(user not in inside for user in _real_users(node))
+            if node is self.loss
+            or node in self.written.values()
+            or any(user not in inside for user in _real_users(node))
         ]
         for index, node in enumerate(outputs):
             self.output_index[node] = index

@@ -26,6 +26,8 @@ from msc.passes.lower_collectives import lower_collectives
 
 aten = torch.ops.aten
 
+_CARRIED = ("module_path", "source", "conversion")
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -62,10 +64,7 @@ def differentiate(gm: fx.GraphModule, fake_mode: Any, with_backward: bool = True
     for node in gm.graph.nodes:
         if node.op == "call_function":
             # survives the trace, also onto the backward nodes
-            node.meta["custom"] = {
-                "module_path": node.meta.get("module_path"),
-                "source": node.meta.get("source"),
-            }
+            node.meta["custom"] = {key: node.meta.get(key) for key in _CARRIED}
     with fake_mode:
         values = [_like(node) for node in inputs]
     joint = joint_graph(gm, values)
@@ -244,8 +243,7 @@ class _Splitter:
 
 def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], phase: str) -> fx.Node:
     new = graph.node_copy(node, env.__getitem__)
-    keep = ("val", "module_path", "source")
-    new.meta = {key: node.meta[key] for key in keep if key in node.meta}
+    new.meta = {key: node.meta[key] for key in ("val", *_CARRIED) if key in node.meta}
     new.meta["phase"] = phase
     return new
 

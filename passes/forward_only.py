@@ -1,5 +1,7 @@
 """The evaluation of a rank: its step without backward, gradients, optimizer and dropout.
 
+Batch norm uses its running statistics, and no buffer changes.
+
     %f0 = chunk0_forward(..)                     %f0 = chunk0_forward(..)
     %s = send(%f0[0])                            %s = send(%f0[0])
     %t = recv(..)   a gradient             ->    wait(%s)
@@ -30,13 +32,17 @@ def forward_only(rank_graph: fx.GraphModule) -> fx.GraphModule:
     Its output is `{"loss": loss}`. Every rank of a mesh must run it: the messages of the forward
     passes are those of the step, in their order.
     """
-    kept = _forward_nodes(rank_graph)
+    unchanged = _unchanged_buffers(rank_graph)
+    kept = _forward_nodes(rank_graph, unchanged)
     copies: dict[int, fx.GraphModule] = {}
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     modules: dict[str, fx.GraphModule] = {}
     for node in rank_graph.graph.nodes:
         if node not in kept:
+            continue
+        if node in unchanged:
+            nodes[node] = nodes[unchanged[node]]
             continue
         nodes[node] = copy = graph.node_copy(node, nodes.__getitem__)
         if node.op == "call_module":
@@ -66,7 +72,25 @@ def _is_backward(node: fx.Node) -> bool:
     return node.op == "call_module" and str(node.target).endswith("_backward")
 
 
-def _forward_nodes(rank_graph: fx.GraphModule) -> set[fx.Node]:
+def _unchanged_buffers(rank_graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Buffers as a forward has written them -> as the step got them."""
+    given = {
+        node.meta["name"]: node
+        for node in rank_graph.graph.find_nodes(op="placeholder")
+        if node.meta["kind"] == "buffer"
+    }
+    found = {}
+    for call in rank_graph.graph.find_nodes(op="call_module"):
+        for results in call.users if _is_forward(call) else ():
+            if results.args[1] == 3:
+                for item in results.users:
+                    name = rank_graph.meta["buffers"][item.args[1]]
+                    if name in given:
+                        found[item] = given[name]
+    return found
+
+
+def _forward_nodes(rank_graph: fx.GraphModule, unchanged: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """What the loss and the messages of the forward passes need."""
     after_backward: set[fx.Node] = set()
     sends: list[fx.Node] = []
@@ -84,7 +108,7 @@ def _forward_nodes(rank_graph: fx.GraphModule) -> set[fx.Node]:
         node = pending.pop()
         if node not in kept:
             kept.add(node)
-            pending += node.all_input_nodes
+            pending += [unchanged[node]] if node in unchanged else node.all_input_nodes
     return kept
 
 
@@ -107,6 +131,7 @@ def _inference(gm: fx.GraphModule, copies: dict[int, fx.GraphModule]) -> fx.Grap
         }
         copy = _copy(gm, called)
         _drop_dropout(copy)
+        _use_running_statistics(copy)
         copies[id(gm)] = copy
     return copies[id(gm)]
 
@@ -127,11 +152,20 @@ def _drop_dropout(gm: fx.GraphModule) -> None:
         gm.recompile()
 
 
+def _use_running_statistics(gm: fx.GraphModule) -> None:
+    found = gm.graph.find_nodes(op="call_function", target=torch.ops.msc.training_value.default)
+    for node in found:
+        node.replace_all_uses_with(node.args[1])
+        gm.graph.erase_node(node)
+    if found:
+        gm.recompile()
+
+
 def _without_saved(gm: fx.GraphModule) -> fx.GraphModule:
     """A chunk's forward that keeps nothing for the backward."""
     output = gm.graph.output_node()
     results: Any = output.args[0]
-    sent, loss, _ = results
+    sent, loss, *_ = results
     output.args = ((sent, loss, ()),)
     gm.graph.eliminate_dead_code()
     gm.recompile()

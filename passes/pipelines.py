@@ -9,6 +9,7 @@ from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.pipeline import Pipeline
 from msc.passes.build_chunks import BuildChunks
 from msc.passes.check_communication import check_communication
+from msc.passes.clean_collectives import CleanCollectives
 from msc.passes.compilation import Compilation
 from msc.passes.cut import cut
 from msc.passes.differentiate import Differentiated, differentiate
@@ -33,7 +34,7 @@ class Cut(UnitPass):
     essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
-        unit.structure = cut(unit.graphs["forward"])
+        unit.structure = cut(unit.graphs["forward"], unit.settings.mesh.axis_size("pp"))
         unit.graphs = {"prelude": unit.structure.prelude, **unit.structure.blocks}
         return len(unit.graphs)
 
@@ -119,6 +120,7 @@ TRAIN = Pipeline(
         ShardBatch(),  # forced, hence before the search, which then sees local sizes
         Place(),
         Shard(),
+        CleanCollectives(),  # while a conversion and its gradient are one node
         FuseBias(),  # after sharding: a row-parallel bias stays behind its reduce-scatter
         Differentiate(),
         FuseSums(),

@@ -3,11 +3,12 @@
     %q = msc.linear(%x, %w_q)   # layers.0.attn      w_q  tp: S0 (columns)    x  tp: R~ (gathered)
     %o = msc.linear(%a, %w_o)   # layers.0.attn      w_o  tp: S1 (rows)       o  tp: P
 
-Nothing is rewritten: `shard` carries the choice out.
+Pins limit the choice, a plan makes it. Nothing is rewritten: `shard` carries the choice out.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,11 +16,14 @@ import torch
 
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.placement import Replicate, Shard, State
-from msc.passes.compilation import Compilation
+from msc.passes.compilation import Compilation, Settings
 from msc.passes.sharding.axes import Axis, parts
 from msc.passes.sharding.calls import Value
 from msc.passes.sharding.candidates import find_candidates
-from msc.passes.sharding.search import Placed, search
+from msc.passes.sharding.pins import pin_notes, pinned_states, solve_pinned
+from msc.passes.sharding.placing import Placing
+from msc.passes.sharding.plan_of import apply_plan, check_plan
+from msc.passes.sharding.search import Placed, Step
 
 
 @dataclass(frozen=True)
@@ -33,40 +37,59 @@ class Place(UnitPass):
     def run(self, unit: Compilation) -> int:
         before = unit.texts()
         settings = unit.settings
-        size = settings.mesh.axis_size("tp")
-        if size == 1:
+        if settings.plan is not None:
+            check_plan(settings.plan, unit.structure, settings.mesh)
+        if settings.mesh.axis_size("tp") == 1:
             return 0
-        batch_axes = settings.batch_axes
-        count = len(batch_axes)
-        strategies = {
-            name: {
-                node: (strategy,) * count for node, strategy in unit.batch[name].strategies.items()
-            }
-            for name in unit.structure.blocks
-        }
-        states: dict[str, dict[Value, tuple[State, ...]]] = {
-            name: {value: (state,) * count for value, state in unit.batch[name].states.items()}
-            for name in unit.structure.blocks
-        }
-        axis = Axis("tp", size)
-        num_parts = parts(batch_axes)
-        sharded = {
-            value
-            for name in unit.structure.blocks
-            for value, state in unit.batch[name].states.items()
-            if isinstance(state.value, Shard)
-        }
-        candidates = find_candidates(unit.structure, axis, batch_axes, strategies, states)
-        unit.placed = search(
-            unit.structure,
-            candidates,
-            axis,
-            settings.cost,
-            settings.micro_batches,
-            lambda value: 1 / num_parts if value in sharded else 1.0,
-        )
+        unit.placing = _placing(unit)
+        unit.placed = _place(unit.placing, settings)
+        unit.notes += pin_notes(unit.placing, settings.pinned)
         _annotate(unit.placed)
         return unit.lines_changed(before)
+
+
+def _placing(unit: Compilation) -> Placing:
+    """What there is to choose from, given what dp and mb do."""
+    settings = unit.settings
+    batch_axes = settings.batch_axes
+    count = len(batch_axes)
+    strategies = {
+        name: {node: (strategy,) * count for node, strategy in unit.batch[name].strategies.items()}
+        for name in unit.structure.blocks
+    }
+    states: dict[str, dict[Value, tuple[State, ...]]] = {
+        name: {value: (state,) * count for value, state in unit.batch[name].states.items()}
+        for name in unit.structure.blocks
+    }
+    axis = Axis("tp", settings.mesh.axis_size("tp"))
+    num_parts = parts(batch_axes)
+    sharded = {
+        value
+        for name in unit.structure.blocks
+        for value, state in unit.batch[name].states.items()
+        if isinstance(state.value, Shard)
+    }
+    return Placing(
+        unit.structure,
+        find_candidates(unit.structure, axis, batch_axes, strategies, states),
+        axis,
+        settings.cost,
+        Step(
+            share=lambda value: 1 / num_parts if value in sharded else 1.0,
+            micro_batches=settings.micro_batches,
+            stages=settings.mesh.axis_size("pp"),
+            memory=math.inf if settings.memory is None else settings.memory,
+            copies=2 if settings.optimizer is None else 4,
+        ),
+    )
+
+
+def _place(placing: Placing, settings: Settings) -> Placed:
+    if settings.plan is not None:
+        return apply_plan(settings.plan, placing, pinned_states(placing, settings.pinned))
+    if settings.pinned:
+        return solve_pinned(placing, settings.pinned)
+    return placing.solve()
 
 
 def _annotate(placed: Placed) -> None:

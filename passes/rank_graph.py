@@ -21,19 +21,18 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from msc.cost.flops import nbytes
 from msc.ir import actions
-from msc.ir.placement import Partial
+from msc.ir.placement import Partial, Shard
 from msc.ir.structure import placeholders
 from msc.ir.torch_private import lazy_graph_module
 from msc.passes.chunks import Chunk, Key
 from msc.passes.compilation import Compilation, Variant
+from msc.passes.gradient_buckets import buckets
+from msc.passes.optimizer_step import adamw_step, clip
 from msc.passes.schedules import Step, schedule_of
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
-
-_SMALLEST_BUCKET = 2**20
 
 
 def build_rank_graph(unit: Compilation, variant: Variant, stage: int) -> fx.GraphModule:
@@ -66,6 +65,7 @@ class _Builder:
 
     def build(self) -> fx.GraphModule:
         self._placeholders()
+        self._computed = self._lowered()
         self._prologue()
         steps = schedule_of(self.settings.schedule)(
             self.stage, self.num_stages, self.settings.micro_batches
@@ -79,10 +79,13 @@ class _Builder:
             "loss": self._reduce_loss(),
             "gradients": tuple(gradients.values()),
         }
+        if self.chunk.written:
+            output["buffers"] = tuple(self.inputs["buffer", name] for name in self.chunk.written)
         output |= self._optimizer(gradients)
         self.graph.output(output)
         gm = lazy_graph_module(self.modules, self.graph)
         gm.meta["gradients"] = list(gradients)
+        gm.meta["buffers"] = list(self.chunk.written)
         return gm
 
     # -- nodes
@@ -105,7 +108,8 @@ class _Builder:
         by_key = {(n.meta["kind"], n.meta["name"]): n for n in placeholders(self.chunk.forward)}
         for name in self.chunk.parameters:
             node = by_key["parameter", name]
-            self.parameters[name] = self._placeholder(node.name, node.meta)
+            meta = {**node.meta, "val": self._master(node.meta["val"])}
+            self.parameters[name] = self._placeholder(node.name, meta)
         if self.settings.optimizer is not None:
             for moment in ("first_moment", "second_moment"):
                 for name in self.trained:
@@ -136,6 +140,34 @@ class _Builder:
             self.inputs["step", ""] = self._placeholder(
                 "step", {"kind": "step", "name": "", "val": val}
             )
+
+    def _master(self, value: torch.Tensor) -> torch.Tensor:
+        """A value of a chunk as the step holds or sums it: floating ones in the master dtype."""
+        if self.settings.master is None or not value.is_floating_point():
+            return value
+        with self.unit.fake_mode:
+            return torch.empty(value.shape, dtype=self.settings.master)
+
+    def _lowered(self) -> list[fx.Node]:
+        """The parameters as the chunk computes with them, converted once per step."""
+        by_name = {
+            n.meta["name"]: n
+            for n in placeholders(self.chunk.forward)
+            if n.meta["kind"] == "parameter"
+        }
+        found = []
+        for name, node in self.parameters.items():
+            value = by_name[name].meta["val"]
+            same = value.dtype == node.meta["val"].dtype
+            converted = node if same else self._act(aten.to.dtype, node, value.dtype, val=value)
+            found.append(converted)
+        return found
+
+    def _sum(self, total: fx.Node | None, parts: Any, vals: Sequence[Any]) -> fx.Node:
+        """Add what a micro-batch gives to a total, which is in the master dtype."""
+        master = () if self.settings.master is None else (self.settings.master,)
+        vals = tuple(None if val is None else self._master(val) for val in vals)
+        return self._act(actions.accumulate, total, parts, *master, val=vals)
 
     def _local_input(self, name: str, micro_batch: torch.Tensor) -> torch.Tensor:
         """All rows of the rank: those of a micro-batch, times their number."""
@@ -222,7 +254,7 @@ class _Builder:
     def _forward(self, step: Step) -> None:
         chunk = self.chunk
         received = self._receive(chunk.received, self.stage - 1, gradient=False)
-        args = [*self.parameters.values(), *self._others(step.micro_batch), *received]
+        args = [*self._computed, *self._others(step.micro_batch), *received]
         val = self.forward_values
         call = self._call(f"chunk{chunk.index}_forward", chunk.forward, args, val)
         if chunk.sent:
@@ -230,9 +262,11 @@ class _Builder:
             self._send([self._pick(values, i) for i in range(len(chunk.sent))], self.stage + 1)
         if chunk.has_loss:
             value = self._pick(call, 1)
-            parts = (value,)
-            total = self.loss
-            self.loss = self._act(actions.accumulate, total, parts, val=(value.meta["val"],))
+            self.loss = self._sum(self.loss, (value,), (value.meta["val"],))
+        if chunk.written:
+            values = self._pick(call, 3)
+            for index, name in enumerate(chunk.written):
+                self.inputs["buffer", name] = self._pick(values, index)
         if chunk.backward is not None:
             stored = self._pick(call, 2)
             self.results[step.micro_batch] = [self._pick(stored, i) for i in range(len(val[2]))]
@@ -242,7 +276,7 @@ class _Builder:
         if chunk.backward is None:
             return
         received = self._receive(chunk.received_gradients, self.stage + 1, gradient=True)
-        args = [*self.parameters.values(), *self.results.pop(step.micro_batch), *received]
+        args = [*self._computed, *self.results.pop(step.micro_batch), *received]
         val = self.backward_values
         call = self._call(f"chunk{chunk.index}_backward", chunk.backward, args, val)
         if chunk.sent_gradients:
@@ -251,12 +285,13 @@ class _Builder:
             self._send(nodes, self.stage - 1)
         if chunk.parameter_gradients:
             parts = self._pick(call, 1)
-            self.total = self._act(actions.accumulate, self.total, parts, val=val[1])
+            self.total = self._sum(self.total, parts, val[1])
 
     # -- the end of the step
 
     def _reduce_gradients(self) -> dict[str, fx.Node]:
         gradients = self._summed_gradients()
+        limit = self.settings.bucket_bytes
         first: dict[str, list[str]] = {}
         tied: dict[str, list[str]] = {}
         for name in gradients:
@@ -268,11 +303,11 @@ class _Builder:
             if len(stages) > 1:
                 tied.setdefault(f"pp[{','.join(map(str, stages))}]", []).append(name)
         for group, members in first.items():
-            for bucket in self._buckets(members, gradients):
+            for bucket in buckets(members, gradients, limit):
                 self._all_reduce(group, bucket, gradients)
         # stages read tied weights in different orders; what they reduce together has one order
         for group, members in sorted(tied.items()):
-            for bucket in self._buckets(sorted(members), gradients):
+            for bucket in buckets(sorted(members), gradients, limit):
                 self._all_reduce(group, bucket, gradients)
         return gradients
 
@@ -293,23 +328,6 @@ class _Builder:
             gradients[name] = zeros
         return gradients
 
-    def _buckets(self, names: list[str], gradients: dict[str, fx.Node]) -> list[list[str]]:
-        """Groups of gradients that are reduced together, in the order in which they are made."""
-        buckets: list[list[str]] = []
-        filled = 0
-        whole = sum(nbytes(gradients[name].meta["val"]) for name in names)
-        # not all in one: the first should leave long before the last gradient is there
-        limit = min(self.settings.bucket_bytes, max(_SMALLEST_BUCKET, whole // 8))
-        for name in reversed(names):
-            value = gradients[name].meta["val"]
-            same = buckets and gradients[buckets[-1][0]].meta["val"].dtype == value.dtype
-            if not same or filled + nbytes(value) > limit:
-                buckets.append([])
-                filled = 0
-            buckets[-1].append(name)
-            filled += nbytes(value)
-        return buckets
-
     def _all_reduce(self, group: str, names: list[str], gradients: dict[str, fx.Node]) -> None:
         values = [gradients[name].meta["val"] for name in names]
         with self.unit.fake_mode:
@@ -327,7 +345,7 @@ class _Builder:
         """The loss of the step, on every rank."""
         loss = self.unit.structure.loss
         meta = self.variant.value_meta[loss.instance, loss.output]
-        value = meta["val"]
+        value = self._master(meta["val"])
         if self.loss is None:
             node = self.graph.call_function(aten.full.default, ([], 0.0), {"dtype": value.dtype})
             node.meta = {"val": value}
@@ -343,29 +361,33 @@ class _Builder:
 
     def _optimizer(self, gradients: dict[str, fx.Node]) -> dict[str, Any]:
         spec = self.settings.optimizer
-        if spec is None or not gradients:
+        if spec is None:
             return {}
-        names = list(gradients)
-        nodes = [self.parameters[name] for name in names]
+        clipping, scale = {}, None
+        if spec.max_norm is not None:
+            copies = [self._copies(name) for name in gradients]
+            norm, scale = clip(
+                self._act, list(gradients.values()), copies, spec.max_norm, self.unit
+            )
+            clipping = {"grad_norm": norm}
+        if not gradients:
+            return clipping
+        nodes = [self.parameters[name] for name in gradients]
         moments = [
-            [self.inputs["optimizer", f"{moment}.{name}"] for name in names]
+            [self.inputs["optimizer", f"{moment}.{name}"] for name in gradients]
             for moment in ("first_moment", "second_moment")
         ]
-        vals = tuple(node.meta["val"] for node in nodes)
-        call = self._act(
-            actions.adamw,
-            nodes,
-            [gradients[name] for name in names],
-            *moments,
-            self.inputs["step", ""],
-            spec.lr,
-            spec.betas,
-            spec.eps,
-            [spec.weight_decay] * len(names),
-            val=(vals, vals, vals),
+        step = self.inputs["step", ""]
+        return clipping | adamw_step(
+            self._act, spec, nodes, list(gradients.values()), moments, step, scale
         )
-        keys = ("parameters", "first_moments", "second_moments")
-        return {key: self._pick(call, index) for index, key in enumerate(keys)}
+
+    def _copies(self, name: str) -> int:
+        """On how many ranks that differ in pp and tp the gradient of a parameter stands."""
+        stages = len(self.unit.stages_of[name])
+        state = self.unit.parameter_states[name].get("tp")
+        sharded = state is not None and isinstance(state.value, Shard)
+        return stages if sharded else stages * self.settings.mesh.axis_size("tp")
 
 
 def _values(gm: fx.GraphModule) -> tuple[Any, ...]:

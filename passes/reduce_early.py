@@ -127,14 +127,15 @@ def _accumulated(
     gm: fx.GraphModule, total: fx.Node, parts: list[fx.Node], numbers: list[Any]
 ) -> list[fx.Node]:
     """The sums of some gradients over all micro-batches, as nodes at the insertion point."""
-    before = total.args[0]
+    before, _, *dtype = total.args
     chosen = [parts[number] for number in numbers]
-    if before is None:
+    old: list[fx.Node] | None = None
+    if isinstance(before, fx.Node):
+        old = [_item(gm, before, number) for number in numbers]
+    elif not dtype:
         return chosen
-    assert isinstance(before, fx.Node)
-    old = [_item(gm, before, number) for number in numbers]
-    summed = gm.graph.call_function(actions.accumulate, (old, chosen))
-    summed.meta = {"val": tuple(node.meta["val"] for node in chosen)}
+    summed = gm.graph.call_function(actions.accumulate, (old, chosen, *dtype))
+    summed.meta = {"val": tuple(total.meta["val"][number] for number in numbers)}
     return [_item(gm, summed, index) for index in range(len(chosen))]
 
 

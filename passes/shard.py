@@ -14,6 +14,7 @@ from typing import ClassVar
 from torch import fx
 
 from msc.ir import placement
+from msc.ir.errors import PlanError
 from msc.ir.passes import UnitPass
 from msc.ir.placement import PARTIAL, REPLICATED, VARYING, State, sharded
 from msc.ir.structure import output_nodes, placeholders
@@ -127,12 +128,28 @@ def _shard_block(unit: Compilation, axes: tuple[Axis, ...], name: str) -> Partit
     for index, output in enumerate(map(value_of, output_nodes(gm))):
         if placed is not None and output in placed.outputs:
             plan.outputs[index] = (batch.states[output],) * count + (placed.outputs[output],)
+    for buffer, source in unit.structure.buffers.items():
+        if source.kind == "block" and unit.structure.instances[source.instance].block == name:
+            _replicate(plan, source.output, buffer)
     loss = unit.structure.loss
     instance = unit.structure.instances[loss.instance]
     if instance.block == name:
         # every rank's and micro-batch's loss is a part of a sum, so that its gradient's seed is one
         plan.outputs[loss.output] = (PARTIAL,) * count + ((placed.loss,) if placed else ())
     return partition(gm, plan, unit.fake_mode)
+
+
+def _replicate(plan: Plan, output: int, buffer: str) -> None:
+    """Let every rank have the whole new value of a buffer."""
+    wanted = (REPLICATED,) * len(plan.axes)
+    states = plan.outputs[output] or wanted
+    if any(have.value != want.value for have, want in zip(states, wanted, strict=True)):
+        raise PlanError(
+            f"Buffer '{buffer}' is set to a value that later layers read sharded "
+            f"({', '.join(map(str, states))}). Write a copy of the value into the buffer: "
+            "buffer.copy_(value * 1)."
+        )
+    plan.outputs[output] = wanted
 
 
 def _shard_prelude(unit: Compilation) -> Partitioned:

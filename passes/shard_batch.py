@@ -21,7 +21,14 @@ from torch import fx
 
 from msc.ir.passes import UnitPass
 from msc.ir.placement import VARYING, Partial, Shard, State, sharded
-from msc.ir.structure import Instance, Source, Structure, output_nodes, placeholders
+from msc.ir.structure import (
+    Instance,
+    Source,
+    Structure,
+    output_nodes,
+    output_of,
+    placeholders,
+)
 from msc.ir.values import operand_nodes
 from msc.passes.compilation import Compilation
 from msc.passes.cut import copy_subgraph
@@ -75,11 +82,18 @@ class _BatchSharder:
         self.variants: dict[str, list[str]] = {}
 
     def run(self) -> None:
+        self._written_buffers()
         self._prelude()
         for instance in list(self.structure.instances):
             self._instance(instance)
         self._finish_prelude()
         self._prologue()
+
+    def _written_buffers(self) -> None:
+        """A buffer that the batch changes is changed by each micro-batch after the other."""
+        for name in sorted(self.structure.from_inputs) if self.over_time else ():
+            node = output_of(self.structure, self.structure.buffers[name])
+            raise NotSeparableError(node, f"buffer '{name}' is updated from the batch")
 
     # -- the prelude
 
@@ -244,7 +258,10 @@ class _BatchSharder:
     # -- what remains
 
     def _finish_prelude(self) -> None:
-        used = {s.name for i in self.structure.instances for s in i.sources if s.kind == "prelude"}
+        self._prelude_buffers()
+        sources = [s for i in self.structure.instances for s in i.sources]
+        sources += self.structure.buffers.values()
+        used = {source.name for source in sources if source.kind == "prelude"}
         kept = {name: entry for name, entry in self.outputs.items() if name in used}
         gm = self.structure.prelude
         output = gm.graph.output_node()
@@ -267,6 +284,14 @@ class _BatchSharder:
             node = output_nodes(self.structure.blocks[producer.block])[self.structure.loss.output]
             raise NotSeparableError(node, "the loss is no sum over samples")
 
+    def _prelude_buffers(self) -> None:
+        """Every rank needs the whole new value of a buffer, whoever else reads it."""
+        for name, source in self.structure.buffers.items():
+            if source.kind == "prelude":
+                whole = f"{source.name}@buffer"
+                self.outputs[whole] = (self.outputs[source.name][0], VARYING)
+                self.structure.buffers[name] = Source("prelude", whole)
+
     def _prologue(self) -> None:
         live = {
             node.meta["name"]
@@ -281,6 +306,9 @@ class _BatchSharder:
         outputs = [by_name[name] for name in wanted]
         needed = _ancestors(outputs)
         inputs = [node for node in placeholders(self.pristine) if node in needed]
+        for node in inputs:
+            if node.meta["name"] in self.structure.buffers:
+                raise NotSeparableError(node, "it changes from micro-batch to micro-batch")
         nodes = [n for n in self.pristine.graph.nodes if n in needed and n.op == "call_function"]
         prologue = copy_subgraph(inputs, nodes, outputs, lambda node: dict(node.meta))
         prologue.meta["names"] = wanted

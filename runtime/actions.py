@@ -51,16 +51,20 @@ class LocalActions:
         return value.narrow(dim, index * length, length)
 
     @staticmethod
-    def accumulate(total: MaybeTensors | None, parts: MaybeTensors) -> tuple[Tensor | None, ...]:
-        """`total + parts` in new tensors; None as total gives the parts themselves."""
+    def accumulate(
+        total: MaybeTensors | None, parts: MaybeTensors, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """`total + parts` in new tensors; None as total gives the parts themselves, in `dtype`."""
         if total is None:
-            return tuple(parts)
-        return _accumulate(total, parts, in_place=False)
+            return tuple(part if part is None else part.to(dtype or part.dtype) for part in parts)
+        return _accumulate(total, parts, dtype, in_place=False)
 
     @staticmethod
-    def accumulate_(total: MaybeTensors, parts: MaybeTensors) -> tuple[Tensor | None, ...]:
+    def accumulate_(
+        total: MaybeTensors, parts: MaybeTensors, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor | None, ...]:
         """`total + parts`, added into the tensors of `total`."""
-        return _accumulate(total, parts, in_place=True)
+        return _accumulate(total, parts, dtype, in_place=True)
 
     @staticmethod
     def flatten(values: Sequence[Tensor]) -> Tensor:
@@ -74,11 +78,21 @@ class LocalActions:
         parts = torch.split(bucket, [size.numel() for size in sizes])
         return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True))
 
+    @staticmethod
+    def squared_norm(values: MaybeTensors, copies: Sequence[int]) -> Tensor:
+        """The sum of all squares in float64, `values[i]` counted one over `copies[i]`."""
+        parts = [
+            torch.linalg.vector_norm(value, dtype=torch.float64).square() / count
+            for value, count in zip(values, copies, strict=True)
+            if value is not None
+        ]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+
     adamw = staticmethod(adamw)
 
 
 def _accumulate(
-    total: MaybeTensors, parts: MaybeTensors, *, in_place: bool
+    total: MaybeTensors, parts: MaybeTensors, dtype: torch.dtype | None, *, in_place: bool
 ) -> tuple[Tensor | None, ...]:
     result: list[Tensor | None] = []
     both: list[tuple[int, Tensor, Tensor]] = []
@@ -87,7 +101,7 @@ def _accumulate(
         if part is None:
             result.append(old if in_place or old is None else old.clone())
         elif old is None:
-            result.append(part.clone())
+            result.append(part.to(dtype or part.dtype, copy=True))
         else:
             result.append(old)
             both.append((index, old, part))

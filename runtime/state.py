@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -44,3 +45,14 @@ class RankState:
             else:
                 raise KeyError(f"placeholder %{node.name} of kind '{kind}' has no source")
         return values
+
+    def advance(self, graph: fx.GraphModule, outputs: Mapping[str, Any]) -> None:
+        """Take over what a step of the rank graph returned."""
+        self.buffers.update(zip(graph.meta["buffers"], outputs.get("buffers", ()), strict=True))
+        names = graph.meta["gradients"]
+        if "parameters" in outputs:
+            self.parameters.update(zip(names, outputs["parameters"], strict=True))
+            for moment in ("first_moment", "second_moment"):
+                keys = [f"{moment}.{name}" for name in names]
+                self.moments.update(zip(keys, outputs[f"{moment}s"], strict=True))
+        self.step += 1

@@ -114,6 +114,13 @@ def test_a_memory_bound() -> None:
     assert compile_gpt(mesh="pp=2", memory=needed).mesh.size == 2
 
 
+def test_a_memory_bound_that_no_placement_keeps() -> None:
+    message = refused(mesh="pp=2,tp=2", memory=1000)
+    assert "Parameters, gradients and optimizer state need at least" in message
+    assert "over 'tp' (size 2); but memory is 1,000. Use more tp or pp ranks." in message
+    assert "memory is -1; it is a positive number of bytes" in refused(memory=-1)
+
+
 def test_cluster_files(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     assert f"Cluster file '{file}' cannot be read" in refused(cluster=file)

@@ -227,6 +227,46 @@ def test_the_schedule_reaches_the_program(models: str, tmp_path: Path) -> None:
     assert texts[0] != texts[1]
 
 
+def test_explain_says_where_everything_lies(models: str, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    result = run("explain", f"{models}:on_meta", "--mesh", "tp=2", "--html", str(page))
+    assert result.exit_code == 0
+    assert result.stdout.startswith("placements on mesh tp=2, 1 micro-batch; ")
+    assert re.search(r"^ +weight +f32\[8,8\] +tp S[01]$", result.stdout, re.MULTILINE)
+    assert "<title>Placements on tp=2</title>" in page.read_text()
+    why = run("explain", f"{models}:on_meta", "layers.1", "--mesh", "tp=2")
+    assert re.search(r"^ +S[01] +[\d,]+ +chosen$", why.stdout, re.MULTILINE)
+    assert "nothing in a module 'x'" in error("explain", f"{models}:on_meta", "x", "--mesh", "tp=2")
+
+
+def test_a_plan_goes_from_command_to_command(models: str, tmp_path: Path) -> None:
+    target, plan, pins = f"{models}:build", str(tmp_path / "plan.json"), tmp_path / "pins.json"
+    pins.write_text('{"layers.*.weight": {"tp": "Shard(1)"}, "*.bias": {"tp": "Replicate()"}}')
+    made = run("compile", target, "--mesh", "tp=2", "--pins", str(pins), "--save-plan", plan)
+    assert made.exit_code == 0
+    explained = run("explain", target, "--mesh", "tp=2", "--plan", plan).stdout
+    assert re.search(r"^ +weight +f32\[8,8\] +tp S1$", explained, re.MULTILINE)
+    assert run("verify", target, "--mesh", "tp=2", "--plan", plan).exit_code == 0
+    refused = error("verify", target, "--mesh", "tp=4", "--plan", plan)
+    assert "mesh axis 'tp' has 2 ranks in the plan, 4 here" in refused
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"layers.0.weight": {"tp": "S0"}}', 'a placement is "Shard(0)"'),
+        ('{"layers.0.weight": {"tp": 0}}', 'a placement is "Shard(0)"'),
+        ('{"no.weight": {"tp": "Shard(0)"}}', 'pin "no.weight" matches no parameter'),
+    ],
+)
+def test_errors_of_a_pins_file(models: str, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "pins.json").write_text(text)
+    arguments = ("--mesh", "tp=2", "--pins", str(tmp_path / "pins.json"))
+    assert message in error("compile", f"{models}:build", *arguments)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

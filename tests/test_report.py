@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import fx
 
+from msc.fallbacks import fallback
+from msc.passes.sharding.plan_of import plan_of
 from msc.report import CompileReport, make_report
 from tests.passes.graphs import ATEN, Forward, compilation, layers, through
 
@@ -38,6 +41,21 @@ def test_fractions() -> None:
     gemms = 2 * 4 * (4 * 8 * 16 + 8 * 8)
     others = 2 * (4 * 16 + 4 * 8)
     assert found["tp"]["flops"] == pytest.approx((gemms + others) / (gemms + others + 1))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_product_that_is_whole_though_it_could_be_split_says_why(planned: bool) -> None:
+    unit = through("place", compilation(layers(2), "tp=2"))
+    assert unit.placing is not None
+    assert unit.placed is not None
+    (node, *_) = (n for n in unit.placed.strategies if "linear" in str(n.target))
+    options = unit.placing.candidates.strategies[node]
+    unit.placed.strategies[node] = next(each for each in options if each.factor is None)
+    if planned:
+        plan = plan_of(unit.structure, unit.placed, unit.settings.mesh)
+        unit.settings = replace(unit.settings, plan=plan)
+    why = "the given plan says so" if planned else "splitting it would cost more than it saves"
+    assert fallback(unit, node).endswith(f": msc.linear runs whole on every tp rank: {why}")
 
 
 def test_a_tied_weight_is_not_split_over_pp() -> None:

@@ -215,8 +215,9 @@ class Builder:
 
 
 def fx_name(name: str) -> str:
-    """A placeholder's name in the program text."""
-    return "".join(letter if letter.isalnum() else "_" for letter in name)
+    """A placeholder's name in the program text: an identifier, also for `0.weight`."""
+    text = "".join(letter if letter.isalnum() else "_" for letter in name)
+    return text if text.isidentifier() else f"_{text}"
 
 
 def module_path(node: fx.Node) -> str:

@@ -40,7 +40,8 @@ class Captured:
     """The forward graph of a model and its loss, on the shapes of the global batch.
 
     Placeholders of `graph` stand in the order parameters, buffers, inputs; normalization adds `rng`
-    if anything is random. The output is `(loss,)`. Every value has the metadata of
+    if anything is random. The output is the loss and then the new values of the buffers that the
+    forward writes, named in `graph.meta["buffers"]`. Every value has the metadata of
     `msc.ir.values`, and `graph.meta["fake_mode"]` is the mode of all fake tensors.
     """
 
@@ -66,9 +67,12 @@ class Captured:
             return tensors
         return [t.to(self.dtype) if t.is_floating_point() else t for t in tensors]
 
-    def read_parameter(self, name: str) -> torch.Tensor | None:
-        """The parameter of the user's module, detached; None if it has no values (meta, fake)."""
-        return self._real(self.module.get_parameter(name))
+    def read_parameter(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """The parameter of the user's module, detached; None if it has no values (meta, fake).
+
+        In `dtype` if it is floating, or in that of the capture.
+        """
+        return self._real(self.module.get_parameter(name), dtype)
 
     def read_buffer(self, name: str) -> torch.Tensor | None:
         """The buffer of the user's module, or the constant; None if it has no values."""
@@ -76,12 +80,13 @@ class Captured:
             return self._real(self.constants[name])
         return self._real(self.module.get_buffer(name))
 
-    def _real(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _real(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         if not has_values(tensor):
             return None
         tensor = tensor.detach()
-        if self.dtype is not None and tensor.is_floating_point():
-            return tensor.to(self.dtype)
+        wanted = dtype or self.dtype
+        if wanted is not None and tensor.is_floating_point():
+            return tensor.to(wanted)
         return tensor
 
 

@@ -20,8 +20,10 @@ from msc.capture.loss import LossFunction, LossModule
 from msc.capture.refusals import check_model
 from msc.capture.sizes import Sizes, symbol_of
 from msc.ir.errors import CaptureError
+from msc.ir.structure import output_nodes
 from msc.ir.torch_private import FakeTensorMode, is_persistent
 from msc.passes.normalize.dead_code import remove_dead_code
+from msc.passes.normalize.decompose_batch_norm import decompose_batch_norm
 from msc.passes.normalize.drop_asserts import drop_asserts
 from msc.passes.normalize.functionalize import functionalize
 
@@ -201,15 +203,10 @@ def _finish(captured: Captured) -> None:
     """Remove dead nodes, and note what the user should know."""
     remove_dead_code(captured.graph)
     drop_asserts(captured.graph)
+    decompose_batch_norm(captured.graph)
     functionalize(captured.graph)
     remove_dead_code(captured.graph)
     captured.graph.recompile()
-    without_values = [name for name in captured.buffers if captured.read_buffer(name) is None]
-    if without_values:
-        captured.notes.append(
-            "These buffers have no values, since the model is on 'meta': "
-            f"{', '.join(without_values)}. Their values must be given before the program runs."
-        )
     reached = reaching_parameters(captured.graph)
     unused = [
         name
@@ -223,8 +220,7 @@ def _finish(captured: Captured) -> None:
 def reaching_parameters(gm: fx.GraphModule) -> set[str]:
     """Names of the trainable parameters from which a gradient path leads to the loss."""
     live: set[fx.Node] = set()
-    output = gm.graph.output_node()
-    pending = list(output.all_input_nodes)
+    pending = [output_nodes(gm)[0]]
     while pending:
         node = pending.pop()
         if node in live or node.target is torch.ops.aten.detach.default:

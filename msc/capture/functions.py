@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef  # type: ignore[attr-defined]  # public, not in __all__
 
 from msc.ir.errors import CaptureError, UserError
 from msc.passes.sharding.rules.custom import sharding_rule
@@ -25,10 +26,10 @@ _NAMESPACE = "msc_functions"
 
 @dataclass(frozen=True)
 class _Wrapped:
-    """A function, and the op that stands for it: what `torch.library.custom_op` returns."""
+    """A function as it was when it was wrapped, and the op that stands for it."""
 
     function: type[Any]
-    op: Callable[..., Any]
+    op: CustomOpDef
 
 
 _WRAPPED: dict[type[Any], _Wrapped] = {}
@@ -100,7 +101,7 @@ def _own_attributes(cls: type[Any]) -> dict[str, Any]:
     return {name: vars(cls)[name] for name in ("forward", "setup_context") if name in vars(cls)}
 
 
-def _redirect(cls: type[Any], op: Callable[..., Any]) -> None:
+def _redirect(cls: type[Any], op: CustomOpDef) -> None:
     if _has_setup_context(cls):
         setattr(cls, "forward", staticmethod(lambda *args: op(*args)))  # noqa: B010  (mypy)
         setattr(cls, "setup_context", staticmethod(lambda ctx, inputs, output: None))  # noqa: B010
@@ -145,7 +146,7 @@ class _Context:
         )
 
 
-def _define(function: type[Any], name: str, schema: str | None) -> Callable[..., Any]:
+def _define(function: type[Any], name: str, schema: str | None) -> CustomOpDef:
     """Register the op: its kernel is the function's forward, its gradient the function's."""
     forward, backward = function.forward, function.backward
     setup = function.setup_context if _has_setup_context(function) else None

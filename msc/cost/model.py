@@ -14,6 +14,9 @@ from msc.cost.cluster import Cluster
 _FLOP = 1.0
 _MEMORY_BYTE = 0.05
 _LINK_BYTE = 1.0
+_SHARDING_ROUNDS = 8
+"""Rounds of messages that sharding a weight takes at most: all-reduces of its operand's gradient
+and of its result, and as many for what reads that."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,39 @@ class CostModel:
         moved = rounds * payload_bytes * (size - 1) / size
         if self.cluster is None:
             return _LINK_BYTE * (moved + (rounds * self.message_bytes if size > 1 else 0.0))
-        inside = size <= self.cluster.devices_per_node
-        rate = self.cluster.node_bytes_per_s if inside else self.cluster.network_bytes_per_s
-        latency = self.cluster.node_latency_s if inside else self.cluster.network_latency_s
+        rate, latency = self._link(size)
         return rounds * (size - 1) * latency + moved / rate
 
-    def replicated_parameter(self, num_elements: int, num_tokens: int) -> float:
-        """Cost of a parameter that an axis does not shard.
+    def bucketed(self, payload_bytes: float, size: int) -> float:
+        """Cost of an all-reduce that shares its messages with many others: of its bytes alone."""
+        moved = 2 * payload_bytes * (size - 1) / size
+        return _LINK_BYTE * moved if self.cluster is None else moved / self._link(size)[0]
 
-        Without a cluster: a quarter of the FLOPs of its GEMM, enough that no saving in
-        communication pays for copies of a weight.
-        """
+    def send(self, payload_bytes: float) -> float:
+        """Cost of passing `payload_bytes` to the next pipeline stage, across nodes."""
         if self.cluster is None:
-            return _FLOP * num_elements * num_tokens / 2
+            return _LINK_BYTE * payload_bytes
+        return self.cluster.network_latency_s + payload_bytes / self.cluster.network_bytes_per_s
+
+    def replicated_parameter(self, num_elements: int, num_tokens: int, size: int) -> float:
+        """Cost of a parameter that an axis of `size` ranks does not shard.
+
+        More than any saving in communication: who asks for the axis wants the weights split, and
+        in a model so small that messages weigh more than work nothing else would split them. A
+        byte on the links for each two multiply-adds of its GEMM, and the messages that shard it.
+        Without a cluster that is a quarter of its FLOPs.
+        """
+        link_bytes = num_elements * num_tokens / 2
+        if self.cluster is None:
+            return _LINK_BYTE * link_bytes
+        rate, latency = self._link(size)
         state_bytes = 16 * num_elements  # gradient, moments and masters, read once per step
-        return state_bytes / self.cluster.memory_bytes_per_s
+        held = state_bytes / self.cluster.memory_bytes_per_s
+        return held + link_bytes / rate + _SHARDING_ROUNDS * (size - 1) * latency
+
+    def _link(self, size: int) -> tuple[float, float]:
+        """Bandwidth and latency between `size` neighbours."""
+        assert self.cluster is not None
+        if size <= self.cluster.devices_per_node:
+            return self.cluster.node_bytes_per_s, self.cluster.node_latency_s
+        return self.cluster.network_bytes_per_s, self.cluster.network_latency_s

@@ -65,10 +65,10 @@ def wait(token: Any) -> Any:
 
 
 @_action
-def accumulate(total: Sequence[Any] | None, parts: Sequence[Any]) -> Any:
+def accumulate(total: Sequence[Any] | None, parts: Sequence[Any], dtype: Any = None) -> Any:
     """`total + parts`, tensor by tensor; the result reuses `total`. None as total starts a sum.
 
-    A part that is None adds nothing.
+    A part that is None adds nothing. With `dtype`, sums are of it, and parts may be of a lower one.
     """
     return _executed_only("accumulate")
 
@@ -86,6 +86,16 @@ def unflatten(bucket: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
 
 
 @_action
+def squared_norm(values: Sequence[Any], copies: Sequence[int]) -> Any:
+    """The sum of all squared elements, 0-dim float64; `values[i]` counts one over `copies[i]`.
+
+    Summed over ranks of which `copies[i]` hold the same `values[i]`, each counts once. A value that
+    is None counts nothing.
+    """
+    return _executed_only("squared_norm")
+
+
+@_action
 def adamw(
     parameters: Sequence[Any],
     gradients: Sequence[Any],
@@ -96,10 +106,12 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decays: Sequence[float],
+    scale: Any = None,
 ) -> Any:
     """One AdamW step (Loshchilov and Hutter, ICLR 2019) on this rank's shards.
 
-    `step` is a 0-dim int64 tensor, 1 in the first step. Returns (parameters, first_moments,
+    `step` is a 0-dim int64 tensor, 1 in the first step; `scale`, a 0-dim tensor, is multiplied with
+    the gradients, which stay as they are. Returns (parameters, first_moments,
     second_moments); the results reuse the operands. Equal to `torch.optim.AdamW`.
     """
     return _executed_only("adamw")

@@ -75,11 +75,23 @@ class ParameterLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """A buffer that the loss reads; every rank that needs it holds it whole."""
+    """A buffer that the loss reads; every rank that needs it holds it whole.
+
+    stage: the first pipeline stage whose forward writes it; None for a constant.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stage: int | None = None
+
+    def writer(self, mesh: Mesh) -> int:
+        """The first rank whose forward writes it."""
+        here = {name: 0 for name, _ in mesh}
+        if "pp" in here:
+            assert self.stage is not None
+            here["pp"] = self.stage
+        return mesh.rank(here)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,16 @@ class AdamW:
     """AdamW (Loshchilov and Hutter, ICLR 2019), equal to `torch.optim.AdamW`.
 
     lr: step size; betas: decay rates of the moments; eps: added to the root of the second moment;
-    weight_decay: decoupled, applied to every trainable parameter.
+    weight_decay: decoupled, applied to every trainable parameter; max_norm: gradients whose global
+    norm is larger are scaled down to it, as `torch.nn.utils.clip_grad_norm_` does; each parameter
+    counts once on every mesh. None leaves them as they are.
     """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay"):
@@ -33,6 +36,15 @@ class AdamW:
             raise PlanError(f"AdamW: betas are {self.betas!r}; they are two numbers in [0, 1).")
         if not self.eps >= 0:
             raise PlanError(f"AdamW: eps is {self.eps!r}; it must be at least 0.")
+        if self.max_norm is not None and (
+            not isinstance(self.max_norm, (int, float))
+            or isinstance(self.max_norm, bool)
+            or not self.max_norm > 0
+        ):
+            raise PlanError(
+                f"AdamW: max_norm is {self.max_norm!r}; it is a number above 0, or None for no "
+                "clipping."
+            )
         if not self.weight_decay >= 0:
             raise PlanError(f"AdamW: weight_decay is {self.weight_decay!r}; it must be at least 0.")
 

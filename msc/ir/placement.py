@@ -74,6 +74,10 @@ class Split:
         return text + (f"@{self.unit}" if self.unit else "")
 
 
+EVEN = Split()
+"""One run, in equal parts."""
+
+
 @dataclass(frozen=True, init=False)
 class Shard(Split):
     """`dim` is split over the axis, as the `Split` says."""

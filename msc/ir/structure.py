@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx
@@ -49,18 +50,32 @@ class Instance:
 
 @dataclass
 class Structure:
-    """The cut model. `prelude` outputs the values named in `prelude_outputs`, in order."""
+    """The cut model. `prelude` outputs the values named in `prelude_outputs`, in order.
+
+    buffers: the new value of each buffer that the forward writes; from_inputs: those of them whose
+    value depends on the inputs of the model.
+    """
 
     blocks: dict[str, fx.GraphModule]
     instances: list[Instance]
     prelude: fx.GraphModule
     prelude_outputs: list[str]
     loss: Source
+    buffers: dict[str, Source] = field(default_factory=dict)
+    from_inputs: frozenset[str] = frozenset()
 
     @property
     def counts(self) -> dict[str, int]:
         """The number of instances of each block."""
         return Counter(instance.block for instance in self.instances)
+
+
+def output_of(structure: Structure, source: Source) -> fx.Node:
+    """The node of a block or of the prelude that a source is."""
+    if source.kind == "block":
+        block = structure.blocks[structure.instances[source.instance].block]
+        return output_nodes(block)[source.output]
+    return output_nodes(structure.prelude)[structure.prelude_outputs.index(source.name)]
 
 
 def layer_of(path: str) -> tuple[str, int] | None:
@@ -79,3 +94,21 @@ def output_nodes(gm: fx.GraphModule) -> list[fx.Node]:
     values = gm.graph.output_node().args[0]
     assert isinstance(values, (tuple, list))
     return list(values)
+
+
+def layer_names(paths: Sequence[str]) -> str:
+    """Paths of equal blocks in short: `h.0-3, h.7`; "(model)" for the model itself."""
+    runs: list[tuple[str, int, int]] = []
+    for path in paths:
+        head, _, last = path.rpartition(".")
+        if last.isdecimal() and runs and runs[-1][0] == head and runs[-1][2] == int(last) - 1:
+            runs[-1] = (head, runs[-1][1], int(last))
+        elif last.isdecimal():
+            runs.append((head, int(last), int(last)))
+        else:
+            runs.append((path, -1, -1))
+    names = []
+    for head, first, last_number in runs:
+        numbers = str(first) if first == last_number else f"{first}-{last_number}"
+        names.append((head or "(model)") if first < 0 else f"{head}.{numbers}".lstrip("."))
+    return ", ".join(names)

@@ -46,10 +46,37 @@ from torch.distributed.distributed_c10d import _get_default_store
 # A GraphModule that generates its code when it is first run or read, and not when it is made.
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+# A mode that sees every op: what a module's initialization does to its parameters.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 
 def is_mutable(op: OpOverload) -> bool:
     """Whether the op writes to an operand. The schema has no public accessor."""
     return bool(op._schema.is_mutable)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors share if and only if they share their memory, for as long as they live.
+
+    Tensors on meta have no address, and their storages no public identity.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def replace_truncated_normal(function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let `torch.nn.init.trunc_normal_` call `function(tensor, mean, std, a, b, generator=)`.
+
+    It rejects samples, which cannot be followed without values, and does nothing on meta. Other
+    modules keep `trunc_normal_` under names of their own; what it calls can be replaced for all.
+    """
+    module: Any = torch.nn.init
+    original = module._no_grad_trunc_normal_
+    module._no_grad_trunc_normal_ = function
+    try:
+        yield
+    finally:
+        module._no_grad_trunc_normal_ = original
 
 
 def num_returns(op: OpOverload) -> int:

@@ -6,6 +6,8 @@ grad_placement  {axis: Placement} of the value's gradient; absent where there is
 module_path     "layers.0.mlp.down": the module that computed the value
 source          "model.py:12 in forward": the user's line
 phase           "forward", "backward"
+conversion      of what turns a value from one state into another: (node of the block, result, axis,
+                state that it has, state that is read), as ("linear", 0, "tp", "P", "S1")
 kind            of a placeholder: "parameter", "buffer", "input", "coordinate", "rng", "value",
                 "saved", "gradient", "optimizer", "step"
 name            of a placeholder: the parameter's, buffer's or input's name as the user knows it
@@ -40,7 +42,7 @@ DTYPE_NAMES = {
     torch.complex128: "c128",
 }
 
-CARRIED = ("module_path", "source", "phase")
+CARRIED = ("module_path", "source", "phase", "conversion")
 """Keys that a rewritten node takes over from the node that it replaces."""
 
 

@@ -15,12 +15,14 @@ from msc.passes.normalize.raise_dropout import RaiseDropout
 from msc.passes.normalize.raise_embedding import RaiseEmbedding
 from msc.passes.normalize.raise_linear import RaiseLinear
 from msc.passes.normalize.reshape_views import ReshapeViews
+from msc.passes.normalize.split_slices import SplitSlices
 
 NORMALIZE: tuple[GraphPass, ...] = (
     DropNoOps(),  # first: the patterns below would otherwise have to look through copies
     RaiseAttention(),
     IdentityIndex(),  # after attention, whose constant masks need no index any more
     RaiseLinear(),
+    SplitSlices(),  # after linears, whose results it splits
     RaiseEmbedding(),
     RaiseCrossEntropy(),
     RaiseDropout(),  # after attention, which may leave dropout of its probabilities

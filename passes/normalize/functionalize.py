@@ -9,7 +9,9 @@ A write to a part is carried into the whole:
     %fill_: f32[4] = aten.fill_.Scalar(%row, 1)  ->   %fill: f32[4] = aten.fill.Scalar(%row, 1)
                                                       %whole = aten.select_scatter(%x, %fill, 0, 2)
 
-What cannot be told apart from an alias, and writes to parameters, buffers and inputs, is refused.
+A write to a buffer makes its last value an output of the graph, after the loss:
+`gm.meta["buffers"]` names these outputs. What cannot be told apart from an alias, and writes to
+parameters and inputs, is refused.
 
 Numerics: kept bit for bit.
 """
@@ -26,13 +28,8 @@ from torch import fx
 
 from msc.ir.errors import CaptureError
 from msc.ir.torch_private import OpOverload, is_mutable, may_alias
-from msc.ir.values import where
+from msc.ir.values import carry, where
 from msc.passes.normalize.rewrite import Emitter, aten, named_arguments, shape_of
-
-_BATCH_STATISTICS = {
-    aten.batch_norm.default: "training",
-    aten.instance_norm.default: "use_input_stats",
-}
 
 
 def functionalize(gm: fx.GraphModule) -> int:
@@ -41,6 +38,7 @@ def functionalize(gm: fx.GraphModule) -> int:
     Raises `CaptureError`, with the user's line, for a write that has no functional form.
     """
     _refuse_running_statistics(gm)
+    gm.meta["buffers"] = ()
     if not any(_writes(node) for node in gm.graph.nodes):
         return 0
     state = _State()
@@ -56,9 +54,26 @@ def functionalize(gm: fx.GraphModule) -> int:
             state.base[node] = state.original(source)
         node.args = fx.map_arg(node.args, state.value)
         node.kwargs = fx.map_arg(node.kwargs, state.value)
+    _return_buffers(gm, state)
     for node in reversed(writes):
         gm.graph.erase_node(node)
     return len(writes)
+
+
+def _return_buffers(gm: fx.GraphModule, state: _State) -> None:
+    """Make the new values of buffers outputs, each as a node that nothing else reads."""
+    output = gm.graph.output_node()
+    emit = Emitter(gm, output)
+    results: list[Any] = [*output.args[0]]  # type: ignore[misc]
+    names = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.meta["kind"] == "buffer" and node in state.current:
+            value = state.value(node)
+            results.append(emit(aten.detach.default, value))
+            carry(value, results[-1])
+            names.append(node.meta["name"])
+    output.args = (tuple(results),)
+    gm.meta["buffers"] = tuple(names)
 
 
 @dataclass
@@ -178,12 +193,10 @@ def _into_whole(
 
 
 def _refuse_placeholder(node: fx.Node, root: fx.Node) -> None:
-    if root.op != "placeholder":
+    if root.op != "placeholder" or root.meta["kind"] == "buffer":
         return
     kind, name = root.meta["kind"], root.meta["name"]
     advice = {
-        "buffer": "Buffers of a captured program are constants: compute the value in the forward, "
-        "or keep the statistic outside of the model.",
         "parameter": "Only the optimizer changes parameters.",
     }.get(kind, "Make a new tensor in place of it.")
     raise CaptureError(
@@ -193,15 +206,15 @@ def _refuse_placeholder(node: fx.Node, root: fx.Node) -> None:
 
 def _refuse_running_statistics(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
-        if node.target not in _BATCH_STATISTICS:
+        if node.target is not aten.instance_norm.default:
             continue
         args = named_arguments(node, {})
         running = args.get("running_mean")
-        if args[_BATCH_STATISTICS[node.target]] and isinstance(running, fx.Node):
+        if args["use_input_stats"] and isinstance(running, fx.Node):
             raise CaptureError(
-                f"Buffer '{running.meta.get('name', running.name)}' is changed at {where(node)}: a "
-                "batch norm in train mode keeps running statistics. Call .eval() on this module "
-                "(its statistics are then constants), or use torch.nn.GroupNorm."
+                f"Buffer '{running.meta.get('name', running.name)}' is changed at {where(node)}: "
+                "an instance norm in train mode keeps running statistics. Call .eval() on this "
+                "module (its statistics are then constants), or leave out track_running_stats."
             )
 
 

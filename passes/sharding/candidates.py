@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from msc.ir.placement import Shard, Split, State
+from msc.ir.placement import EVEN, PARTIAL, REPLICATED, VARYING, Shard, Split, State
 from msc.ir.structure import Structure, output_nodes
 from msc.ir.values import tensors_of
 from msc.passes.sharding.axes import Axis, local_runs
@@ -25,7 +25,6 @@ from msc.passes.sharding.calls import (
     value_of,
 )
 from msc.passes.sharding.rule import (
-    EVEN,
     Strategy,
     factor_of,
     factors,
@@ -38,10 +37,25 @@ _ROUNDS = 12
 
 @dataclass
 class Candidates:
-    """Strategies of every call, and the shard placements that each placeholder may have."""
+    """Strategies of every call, and the shard placements that each placeholder may have.
+
+    allowed: the only states that a placeholder may have, where pins or a plan say so.
+    loss: the states in which the loss may end.
+    """
 
     strategies: dict[fx.Node, list[Strategy]] = field(default_factory=dict)
     placeholders: dict[fx.Node, list[Shard]] = field(default_factory=dict)
+    allowed: dict[fx.Node, frozenset[State]] = field(default_factory=dict)
+    loss: tuple[State, ...] = (REPLICATED, PARTIAL)
+
+    def states(self, node: fx.Node) -> list[State]:
+        """The states that a placeholder may have, pins and plan left aside."""
+        found = [REPLICATED]
+        if node.meta["kind"] in ("parameter", "value"):
+            if node.meta.get("differentiable"):
+                found += [VARYING] if node.meta["kind"] == "parameter" else [VARYING, PARTIAL]
+            found += [State(p, p) for p in self.placeholders[node]]
+        return found
 
 
 def find_candidates(

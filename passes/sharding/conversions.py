@@ -53,8 +53,12 @@ class Converter:
         current = self.natural[value]
         for index, state in conversion_steps(current, wanted):
             target = with_state(current, index, state)
+            have, want = self.natural[value][index], wanted[index]
+            axis = self.local.axes[index].name
+            self.local.conversion = (value[0].name, value[1], axis, str(have), str(want))
             self._reach(value, current, target, index)
             current = target
+        self.local.conversion = None
         return self._variants[value][current]
 
     def _reach(self, value: Value, current: States, target: States, index: int) -> None:

@@ -19,12 +19,14 @@ class LocalGraph:
     """Appends nodes to a new graph and works out their values on fake tensors.
 
     coordinates: the mesh coordinates that the graph reads, each a placeholder after all others.
+    conversion: what the calls that are appended now are there to convert (`meta["conversion"]`).
     """
 
     def __init__(self, axes: Sequence[Axis], fake_mode: Any) -> None:
         self.axes = tuple(axes)
         self.graph = fx.Graph()
         self.coordinates: dict[str, fx.Node] = {}
+        self.conversion: tuple[str, int, str, str, str] | None = None
         self._fake_mode = fake_mode
         self._last_placeholder: fx.Node | None = None
 
@@ -65,6 +67,8 @@ class LocalGraph:
             return self._inlined(target, args, kwargs, source)
         node = self.graph.call_function(target, args, kwargs)
         self._run_fake(node)
+        if self.conversion is not None:
+            node.meta["conversion"] = self.conversion
         return carry(source, node)
 
     def _run_fake(self, node: fx.Node) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from msc.ir.placement import (
+    EVEN,
     PARTIAL,
     REPLICATED,
     VARYING,
@@ -100,9 +101,6 @@ class Rule:
     contiguous: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     localize: Localize | None = None
-
-
-EVEN = Split()
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def run(captured: Captured, batch: Any) -> tuple[Tensor, dict[str, Tensor | None
             values.append(torch.tensor(RNG) if kind == "rng" else next(tensors))
         assert values[-1].shape == node.meta["val"].shape
         assert values[-1].dtype == node.meta["val"].dtype
-    (loss,) = CheckedInterpreter(captured.graph).run(*values)
+    loss, *_ = CheckedInterpreter(captured.graph).run(*values)
     loss.backward()
     return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -82,5 +83,25 @@ def test_without_a_cluster_work_is_split_whatever_it_sends(
 
 def test_a_copy_of_a_weight_costs() -> None:
     for model in MODELS:
-        one, two = (model.replicated_parameter(n, 8) for n in (64, 128))
+        one, two = (model.replicated_parameter(n, 8, 4) for n in (64, 128))
         assert 0 < one < two
+
+
+@given(st.sampled_from(MODELS), st.integers(1, 1024), st.sampled_from([2, 4, 8, 16]))
+def test_a_copy_of_a_weight_costs_more_than_the_messages_that_shard_it(
+    model: CostModel, width: int, size: int
+) -> None:
+    """However small the model: messages without payload, of a reduction each way."""
+    messages = 2 * model.collective("all_reduce", 0, size)
+    assert model.replicated_parameter(width * width, 1, size) > messages
+
+
+@given(st.sampled_from(MODELS), st.floats(1, 1e12), st.floats(1, 1e12))
+def test_sending_more_costs_more(model: CostModel, payload: float, more: float) -> None:
+    assert model.send(payload + more) >= model.send(payload) > 0
+
+
+@given(st.sampled_from(MODELS), st.floats(1, 1e12), st.sampled_from([2, 4, 8, 16]))
+def test_a_bucket_saves_the_messages(model: CostModel, payload: float, size: int) -> None:
+    alone = replace(model, message_bytes=10.0).collective("all_reduce", payload, size)
+    assert 0 < model.bucketed(payload, size) < alone

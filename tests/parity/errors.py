@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from msc.program import Program, StepResult
+from msc.program import Program
+from msc.step_result import StepResult
 from msc.verification import largest, relative_error
 
 EXACT = 1e-10

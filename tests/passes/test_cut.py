@@ -108,8 +108,16 @@ def test_numbers_are_kept(num_layers: int, tied: bool, container: str) -> None:
     assert len(middle) == min(num_layers, 1 if tied else 2)
 
 
-def test_without_numbered_layers_the_outermost_modules_are_the_layers() -> None:
+def test_one_numbered_module_is_no_layer() -> None:
     structure = cut(layers(1))
+    assert described(structure) == [
+        'block0 layers.0: parameter "layers.0.up.weight", parameter "layers.0.down.weight", '
+        'parameter "head.weight", prelude "x"'
+    ]
+
+
+def test_for_several_stages_the_outermost_modules_are_the_layers() -> None:
+    structure = cut(layers(1), stages=2)
     assert described(structure) == [
         'block0 layers.0: parameter "layers.0.up.weight", parameter "layers.0.down.weight", '
         'prelude "x"',

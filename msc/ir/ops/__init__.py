@@ -7,9 +7,10 @@ from msc.ir.ops import linear as _linear
 from msc.ir.ops import loss as _loss
 from msc.ir.ops import random as _random
 from msc.ir.ops import repad as _repad
+from msc.ir.ops import statistics as _statistics
 from msc.ir.ops.library import KERNELS, arguments
 
 __all__ = ["KERNELS", "arguments"]
 
 # What the imports above are for: each defines its family of ops.
-FAMILIES = (_attention, _collectives, _embedding, _linear, _loss, _random, _repad)
+FAMILIES = (_attention, _collectives, _embedding, _linear, _loss, _random, _repad, _statistics)

@@ -21,7 +21,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
+GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
@@ -33,9 +33,9 @@ _DEVICE_BLOCK_ELEMENTS = 1 << 26
 def rng_key(rng: Tensor, instance: int) -> Tensor:
     """The key of one dropout: rng int64 `[2]` = (seed, step) -> 0-dim int64."""
     seed, step = rng[0], rng[1]
-    key = _mix_(seed * _GOLDEN + _GOLDEN)
-    key = _mix_((key ^ step) * _GOLDEN + _GOLDEN)
-    return _mix_((key ^ instance) * _GOLDEN + _GOLDEN)
+    key = mix_(seed * GOLDEN + GOLDEN)
+    key = mix_((key ^ step) * GOLDEN + GOLDEN)
+    return mix_((key ^ instance) * GOLDEN + GOLDEN)
 
 
 def dropout(
@@ -53,9 +53,9 @@ def dropout(
         return result.zero_()
     if x.numel() == 0:
         return result
-    rows, columns = _indices(x, coordinates, shape)
-    row_hash = (rows + 1).mul_(_GOLDEN).add_(key.to(x.device)).unsqueeze(1)
-    column_hash = columns * _GOLDEN
+    rows, columns = flat_indices(coordinates, shape, x.device)
+    row_hash = (rows + 1).mul_(GOLDEN).add_(key.to(x.device)).unsqueeze(1)
+    column_hash = columns * GOLDEN
     x_2d, result_2d = x.reshape(len(rows), -1), result.view(len(rows), -1)
     # The hash is uniform over int64, so that comparing with p is comparing with its place there.
     threshold = math.ceil(p * 2.0**64) - (1 << 63)
@@ -63,7 +63,7 @@ def dropout(
     step = max(1, elements // len(columns))
     for first in range(0, len(rows), step):
         block = slice(first, first + step)
-        dropped = _mix_(row_hash[block] + column_hash) < threshold
+        dropped = mix_(row_hash[block] + column_hash) < threshold
         torch.mul(x_2d[block], 1.0 / (1.0 - p), out=result_2d[block])
         result_2d[block].masked_fill_(dropped, 0.0)
     return result
@@ -87,7 +87,7 @@ def global_coordinates(
     return result
 
 
-def _mix_(z: Tensor) -> Tensor:
+def mix_(z: Tensor) -> Tensor:
     """splitmix64's finalizer, in place."""
     _xor_shift_(z, 30).mul_(_MIX_1)
     _xor_shift_(z, 27).mul_(_MIX_2)
@@ -99,19 +99,20 @@ def _xor_shift_(z: Tensor, bits: int) -> Tensor:
     return z.bitwise_xor_((z >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
-def _indices(
-    x: Tensor, coordinates: Sequence[Tensor | None], shape: Sequence[int]
+def flat_indices(
+    coordinates: Sequence[Tensor | None], shape: Sequence[int], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Row-major global index of element (row, column) of x as `rows[row] + columns[column]`.
+    """Row-major global index of element (row, column) of a part as `rows[row] + columns[column]`.
 
-    Rows are all dims but the last, flattened; a tensor without dims is one row and column.
+    The part is that of `dropout`. Rows are all dims but the last, flattened; a tensor without dims
+    is one row and column.
     """
-    rows = columns = torch.zeros(1, dtype=torch.int64, device=x.device)
+    rows = columns = torch.zeros(1, dtype=torch.int64, device=device)
     for dim, (coordinate, length) in enumerate(zip(coordinates, shape, strict=True)):
-        here = torch.arange(length, device=x.device)
+        here = torch.arange(length, device=device)
         if coordinate is not None:
-            here = coordinate.to(x.device)
-        if dim == x.dim() - 1:
+            here = coordinate.to(device)
+        if dim == len(shape) - 1:
             rows, columns = rows * length, here
         else:
             rows = (rows.unsqueeze(1) * length + here).view(-1)

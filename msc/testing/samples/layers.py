@@ -229,6 +229,12 @@ def _nll_terms(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return draw.normal([*rows, v]), target.masked_fill(ignored, -100)
 
 
+@samples(msc_ops.training_value)
+def _training_value(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = [draw.length(), draw.length()]
+    return draw.normal(shape), draw.normal(shape)
+
+
 @samples(msc_ops.dropout)
 def _msc_dropout(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     whole = draw.shape()

@@ -371,7 +371,7 @@ def _of_two_constants(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 
 
 @samples(aten.float_power.Tensor_Scalar, aten.copysign.Scalar)
-def _power_or_sign(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+def _with_power(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return draw.unit(draw.shape()), draw.pick([2, 0.5])
 
 

@@ -1,4 +1,8 @@
-"""Attention: batch and heads are free; a query sees all keys, so that the keys stay whole."""
+"""Attention: batch and heads are free; a query sees all keys, so that the keys stay whole.
+
+Of grouped heads `(gr)`, either the groups g are split, or the query heads r of each of them: then
+every rank has a part of each group's query heads, and all keys.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +27,9 @@ def _scaled_dot_product(bound: Bound) -> Rule | None:
     return from_notation(
         bound,
         "b(gr)sd,bgtd,bgte,b(gr)st->b(gr)se",
-        whole=whole + whole_within_groups(bound.shape("key")[1]),
+        whole=whole,
         linear="value",
     )
-
-
-def whole_within_groups(num_key_heads: int) -> str:
-    """Query heads of a group are split only if there is one group, whose keys all ranks have."""
-    return "r" if num_key_heads > 1 else ""
 
 
 ATTENTION = [derived(_scaled_dot_product, aten.scaled_dot_product_attention)]

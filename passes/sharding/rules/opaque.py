@@ -8,7 +8,6 @@ from torch import ops
 
 import msc.ir.ops  # noqa: F401  registers them
 from msc.passes.sharding.rule import Dim, Dims, LocalCall, Localized, Rule
-from msc.passes.sharding.rules.attention import whole_within_groups
 from msc.passes.sharding.rules.binding import Bound, derived, dims_of, with_arguments
 from msc.passes.sharding.rules.notation import from_notation
 
@@ -61,7 +60,7 @@ def _attention(bound: Bound) -> Rule:
     return from_notation(
         bound,
         "b(gr)sd,bgtd,bgte,b(gr)st->b(gr)se,b(gr)s",
-        whole="stde" + whole_within_groups(bound.shape("k")[1]),
+        whole="stde",
     )
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import ops
 
+import msc.ir.ops  # noqa: F401  registers msc::
 from msc.passes.sharding.rule import Rule
 from msc.passes.sharding.rules.binding import Bound, Line, derived, dims_of
 from msc.passes.sharding.rules.notation import from_notation, line
 
 aten = ops.aten
+msc_ops = ops.msc
 
 
 def pointwise(*targets: Any, linear: str = "") -> Line:
@@ -73,6 +75,7 @@ POINTWISE = [
     pointwise(aten.div.Tensor, aten.true_divide.Tensor, aten.divide.Tensor, linear="self"),
     pointwise(aten.addcmul, linear="self tensor1 | self tensor2"),
     pointwise(aten.addcdiv, linear="self tensor1"),
+    pointwise(msc_ops.training_value),
     pointwise(aten.lerp.Scalar, linear="self end"),
     pointwise(aten.lerp.Tensor, linear="self end"),
     pointwise(

@@ -106,6 +106,7 @@ SAMPLES = [
     Sample(_msc.nll_terms_backward.default, _loss_backward),
     Sample(_msc.nll_terms_backward.default, lambda: (*_loss_backward(bf16), _start())),
     Sample(_msc.rng_key.default, lambda: (torch.tensor([7, 8]), 3)),
+    Sample(_msc.training_value.default, lambda: (_floats(2, 3), _floats(2, 3)), (0,)),
     Sample(_msc.dropout.default, lambda: (_floats(2, 3), 0.5, _key(), [None, None], [2, 3]), (0,)),
     Sample(
         _msc.dropout.default,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import fx
@@ -18,8 +18,9 @@ from msc.passes.compilation import Compilation
 from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.calls import Value, is_call, operands_of, value_of
 from msc.passes.sharding.candidates import Candidates, find_candidates, value_differentiable
+from msc.passes.sharding.prices import Payload, conversion_cost, send_cost
 from msc.passes.sharding.rule import Strategy
-from msc.passes.sharding.search import Payload, Placed, conversion_cost, search
+from msc.passes.sharding.search import Placed, Step, search
 
 Chosen = dict[fx.Node, State | Strategy]
 Moves = frozenset[tuple[Value, State, State]]
@@ -33,9 +34,16 @@ class Problem:
     candidates: Candidates
     axis: Axis
     model: CostModel
+    step: Step = field(default_factory=Step)
 
     @classmethod
-    def of(cls, unit: Compilation, size: int, model: CostModel | None = None) -> Problem:
+    def of(
+        cls,
+        unit: Compilation,
+        size: int,
+        model: CostModel | None = None,
+        step: Step | None = None,
+    ) -> Problem:
         axis = Axis("tp", size)
         blocks = unit.structure.blocks
         strategies = {
@@ -44,12 +52,10 @@ class Problem:
         }
         states = {name: {value: () for value in unit.batch[name].states} for name in blocks}
         found = find_candidates(unit.structure, axis, (), strategies, states)
-        return cls(unit, found, axis, model or CostModel())
+        return cls(unit, found, axis, model or CostModel(), step or Step())
 
     def search(self) -> Placed:
-        return search(
-            self.unit.structure, self.candidates, self.axis, self.model, 1, lambda value: 1.0
-        )
+        return search(self.unit.structure, self.candidates, self.axis, self.model, self.step)
 
     def nodes(self) -> Iterator[tuple[fx.Node, int]]:
         """Every placeholder and call with the number of its instances."""
@@ -74,7 +80,8 @@ class Problem:
     def cheapest(self) -> float:
         """The least cost over every combination there is.
 
-        A combination that already costs more than the best is left: no cost is negative.
+        A combination that already costs more than the best is left, or takes more memory: no cost
+        is negative.
         """
         nodes = list(self.nodes())
         best = math.inf
@@ -88,8 +95,9 @@ class Problem:
             node, weight = nodes[position]
             for option in self.options(node):
                 added, more = self._step(node, weight, {**chosen, node: option}, moves)
-                if total + added < best:
-                    choose(position + 1, {**chosen, node: option}, more, total + added)
+                extended = {**chosen, node: option}
+                if total + added < best and self.memory(extended) <= self.step.memory:
+                    choose(position + 1, extended, more, total + added)
 
         choose(0, {}, frozenset(), 0.0)
         return best
@@ -103,6 +111,21 @@ class Problem:
             total += added
         return total + self._end(chosen, end, moves)
 
+    def memory(self, chosen: Chosen) -> float:
+        """Bytes of the parameters chosen so far, with their gradients and moments, per stage."""
+        total = 0.0
+        names = set()
+        for node, source in self._sources():
+            if isinstance(source, tuple) or node.meta["kind"] != "parameter" or source in names:
+                continue
+            state = chosen.get(node)
+            if isinstance(state, State):
+                names.add(source)
+                parts = self.axis.size if isinstance(state.value, Shard) else 1
+                copies = self.step.copies if node.meta.get("differentiable") else 1
+                total += copies * nbytes(node.meta["val"]) / parts / self.step.stages
+        return total
+
     def _step(
         self, node: fx.Node, weight: int, chosen: Chosen, moves: Moves
     ) -> tuple[float, Moves]:
@@ -110,7 +133,7 @@ class Problem:
         choice = chosen[node]
         reads: list[tuple[Value, State, int]] = []
         if isinstance(choice, State):
-            total = weight * self._parameter(node, choice)
+            total = weight * self._parameter(node, choice) + self._sends(node, choice)
             for other in self._tied.get(node, ()):
                 if chosen.get(other, choice) != choice:
                     return math.inf, moves
@@ -152,6 +175,26 @@ class Problem:
         cost = conversion_cost(have, want, payload, self.axis.size, gradient, model)
         return math.inf if cost is None else cost
 
+    def _sends(self, node: fx.Node, state: State) -> float:
+        """What the values that `node` is the first to read cost on their way between stages."""
+        instances = self.unit.structure.instances
+        total = 0.0
+        for value in dict.fromkeys(s for _, s in self._sources() if isinstance(s, tuple)):
+            if next(reader for reader, s in self._sources() if s == value) is not node:
+                continue
+            spans: dict[int, int] = {}  # producer -> instances to its last reader
+            for reader in instances:
+                for source in reader.sources:
+                    if source.kind == "block" and value == self._output(
+                        source.instance, source.output
+                    ):
+                        spans[source.instance] = reader.index - source.instance
+            chance = min(1.0, (self.step.stages - 1) / max(1, len(instances) - 1))
+            payload, gradient = Payload.of(value, 1.0), value_differentiable(value)
+            price = send_cost(state, payload, self.axis.size, gradient, self.model)
+            total += sum(spans.values()) * chance * price
+        return total
+
     def _border(self) -> float:
         """Bytes of the largest value that one block passes to another."""
         sources = [s for i in self.unit.structure.instances for s in i.sources]
@@ -168,9 +211,11 @@ class Problem:
             else 1
             for user in node.users
         )
-        cost = self.model.replicated_parameter(value.numel(), tokens) if value.dim() > 1 else 0.0
+        cost = 0.0
+        if value.dim() > 1:
+            cost += self.model.replicated_parameter(value.numel(), tokens, self.axis.size)
         if state == VARYING:
-            cost += self.model.collective("all_reduce", nbytes(value), self.axis.size) / 2
+            cost += self.model.bucketed(nbytes(value), self.axis.size) / 2
         return cost
 
     def _work(self, node: fx.Node, strategy: Strategy) -> float:

@@ -60,6 +60,7 @@ def test_query_heads_follow_their_key_heads() -> None:
     assert described(msc_ops.attention.default, q, k, v, None, 1.0, True) == [
         "b: S0, S0, S0 -> S0, S0",
         "g: S1, S1, S1 -> S1, S1",
+        "r: S1/2, R~, R~ -> S1/2, S1/2",  # a part of each group's queries, and all keys
     ]
     assert described(msc_ops.attention.default, q, k[:, :1], v[:, :1], None, 1.0, True) == [
         "b: S0, S0, S0 -> S0, S0",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from msc.cost import Cluster, CostModel
 from msc.ir.errors import PlanError
 from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Partial, Replicate, State, sharded
 from msc.passes.compilation import Compilation
-from msc.passes.sharding.search import Payload, conversion_cost
+from msc.passes.sharding.prices import Payload, conversion_cost, send_cost
+from msc.passes.sharding.search import Step
 from tests.passes.graphs import (
     ATEN,
     GPT,
@@ -52,14 +55,17 @@ def chain(ops: tuple[str, ...], width: int) -> fx.GraphModule:
     return build.done(build.call(ATEN.sum.default, y))
 
 
-def problem(gm: fx.GraphModule, size: int, model: CostModel | None = None) -> Problem:
-    return Problem.of(through("shard-batch", compilation(gm)), size, model)
+def problem(
+    gm: fx.GraphModule, size: int, model: CostModel | None = None, step: Step | None = None
+) -> Problem:
+    return Problem.of(through("shard-batch", compilation(gm)), size, model, step)
 
 
 def assert_optimal(given: Problem) -> None:
     """The search's cost is the least of all, and its choice has that cost."""
     placed = given.search()
     chosen: Chosen = {**placed.placeholders, **placed.strategies}
+    assert given.memory(chosen) <= given.step.memory
     assert given.cost(chosen, placed.loss) == pytest.approx(placed.cost, rel=1e-6)
     assert placed.cost == pytest.approx(given.cheapest(), rel=1e-6)
 
@@ -102,6 +108,55 @@ def two_blocks() -> fx.GraphModule:
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_no_combination_of_two_blocks_is_cheaper(model: CostModel) -> None:
     assert_optimal(problem(two_blocks(), 2, model))
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_sends_between_stages_are_part_of_the_cost(model: CostModel, stages: int) -> None:
+    given = problem(two_blocks(), 2, model, Step(stages=stages))
+    assert given.search().cost > 0
+    assert_optimal(given)
+
+
+def test_a_sharded_border_is_cheaper_to_send() -> None:
+    for state, parts in ((sharded(0), 4), (REPLICATED, 1), (VARYING, 1)):
+        assert send_cost(state, PAYLOAD, 4, True, CostModel()) == 2 * 1024 / parts
+        assert send_cost(state, PAYLOAD, 4, False, CostModel()) == 1024 / parts
+
+
+@pytest.mark.parametrize(
+    ("ops", "model", "least", "used"),
+    [
+        (("linear", "softmax"), "no cluster", 128, 256),
+        (("linear", "softmax"), "slow links", 128, 256),
+        (("linear", "bias", "softmax"), "slow links", 160, 320),
+    ],
+)
+def test_the_least_cost_within_the_memory(
+    ops: tuple[str, ...], model: str, least: int, used: int
+) -> None:
+    """Bytes of a weight of 4 by 4 in float64 and its gradient, split over two ranks or not."""
+
+    def under(memory: float) -> Problem:
+        return problem(chain(ops, 4), 2, MODELS[model], Step(memory=memory))
+
+    free = under(math.inf).search()
+    assert under(used).search().cost == free.cost
+    for memory in (least, (least + used) / 2, used - 1):
+        assert_optimal(under(memory))
+        assert under(memory).search().cost > free.cost
+    message = rf"need at least {least} bytes per rank, .* but memory is {least - 1}. Use more tp"
+    with pytest.raises(PlanError, match=message):
+        under(least - 1).search()
+
+
+def test_memory_counts_what_a_stage_holds_on_average() -> None:
+    step = Step(stages=2, copies=4, memory=2 * 4 * 8 * 4 * 4 / 2 / 2)
+    given = problem(two_blocks(), 2, None, step)
+    assert_optimal(given)
+    short = problem(two_blocks(), 2, None, replace(step, memory=step.memory - 1))
+    with pytest.raises(PlanError, match="at least 256 bytes per rank, on average over 2 pipeline"):
+        short.search()
 
 
 def test_tied_parameters_have_one_state() -> None:
@@ -217,7 +272,7 @@ def test_a_llama_layer_is_split_as_by_megatron() -> None:
 
 
 def test_an_axis_is_used_where_only_some_dims_divide() -> None:
-    """Two groups of keys do not split over four ranks; the other weights do."""
+    """Two key heads do not split over four ranks; all other dims do."""
     unit = placed("llama", 4)
     assert unit.placed is not None
     found = states_of(unit.placed)
@@ -261,6 +316,17 @@ def test_what_has_no_placement_is_refused() -> None:
         if "softmax" in str(node.target):
             given.candidates.strategies[node] = []
     with pytest.raises(PlanError, match=r"^No placement over 'tp' \(size 2\) was found: .* Use a"):
+        given.search()
+
+
+def test_strategies_that_contradict_each_other_are_refused() -> None:
+    given = problem(chain(("linear", "softmax"), 4), 2)
+    for node, listed in given.candidates.strategies.items():
+        if "softmax" in str(node.target):
+            given.candidates.strategies[node] = [replace(listed[0], operands=(PARTIAL,))]
+        if "linear" in str(node.target):
+            given.candidates.strategies[node] = [s for s in listed if s.factor == "n"]
+    with pytest.raises(PlanError, match=r"was found: .* contradict each other. Use a smaller axis"):
         given.search()
 
 
