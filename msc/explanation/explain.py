@@ -9,12 +9,13 @@ from msc.explanation.facts import Explanation, Module, Part, Value
 from msc.explanation.overview import Overview, depth, relative, top_modules
 from msc.explanation.why import Why
 from msc.ir.errors import UserError
+from msc.ir.layout import class_names
 from msc.ir.placement import Partial, Replicate
 from msc.ir.plan import PlannedBlock, PlannedPlaceholder
 from msc.ir.structure import layer_names, layer_of
 from msc.ir.values import DTYPE_NAMES
 from msc.passes.compilation import Compilation
-from msc.program import Program, class_names
+from msc.program import Program
 from msc.report import CompileReport
 
 

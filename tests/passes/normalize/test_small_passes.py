@@ -65,6 +65,19 @@ def test_padding_mask_lookup_is_a_view() -> None:
     assert "aten.arange.default" not in targets(captured)
 
 
+def test_picking_one_element_of_each_row_is_a_gather() -> None:
+    """The last token of each sample, counted from either end."""
+
+    def function(w: Tensor, x: Tensor, last: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[0])
+        return ((x * w)[rows, last] ** 2).sum() + (x * w)[:, :, 0][rows, last].sum()
+
+    last = torch.tensor([2, -1, 0])
+    captured = normalized(function, [random(5)], [random(3, 4, 5), last])
+    assert "aten.index.Tensor" not in targets(captured)
+    assert targets(captured).count("aten.gather.default") == 2
+
+
 def test_other_indices_stay() -> None:
     def function(w: Tensor, x: Tensor) -> Tensor:
         rows = torch.arange(x.shape[0])
