@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from msc.capture.captured import has_values
-from msc.ir.dump import Dump, make_folder
+from msc.ir.dump import Dump
 from msc.ir.errors import InputError, UserError
 from msc.ir.inline import inline
-from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout, rank_class
+from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout, class_names, rank_class
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
 from msc.ir.plan import Plan
-from msc.ir.printer import format_graph
 from msc.ir.serialize import fingerprint, graphs_to_json
+from msc.program_dump import write_dump
 from msc.program_memory import memory_bytes
 from msc.report import CompileReport
 from msc.runtime.state import RankState
@@ -89,7 +89,7 @@ class Program:
         self._source = source
         self.recipe = recipe
         self._digests = digests
-        self._pass_results = pass_results
+        self.pass_results = pass_results
 
     # -- graphs
 
@@ -126,23 +126,7 @@ class Program:
         `index.txt` says which file is whose; equal ranks share one. `passes/` has the whole program
         after each pass that changed it; a program that was loaded has its graphs only.
         """
-        path = Path(folder)
-        make_folder(path)
-        lines = [f"program on mesh {self.mesh}", ""]
-        ranks_of: dict[int, list[int]] = {}
-        for rank in range(self.mesh.size):
-            ranks_of.setdefault(self.class_of(rank), []).append(rank)
-        for index, prefix in enumerate(self.class_names):
-            ranks = ranks_of[index]
-            texts = {"step": format_graph(self.rank_graphs[index], f"one step of {prefix}")}
-            texts |= {name: format_graph(gm, name) for name, gm in self.graphs(ranks[0]).items()}
-            for name, text in texts.items():
-                (path / f"{prefix}.{name}.txt").write_text(text + "\n")
-            lines.append(f"{_listed(ranks)}: " + ", ".join(f"{prefix}.{n}.txt" for n in texts))
-        if self._pass_results is not None:
-            self._pass_results.write(path / "passes")
-            lines.append("the program after each pass: passes/index.txt")
-        (path / "index.txt").write_text("\n".join(lines) + "\n")
+        write_dump(self, Path(folder))
 
     def memory_bytes(self) -> list[int]:
         """Predicted bytes of one rank of each class: state, gradients, and saved activations."""
@@ -414,21 +398,6 @@ class Program:
         from msc.saving import save_program
 
         save_program(self, folder)
-
-
-def class_names(stages: int, tp_bounds: Sequence[int]) -> list[str]:
-    """Names of the classes of ranks, in the order of a program's rank graphs."""
-    return [
-        f"stage{stage}" + (f".tp{first}" if len(tp_bounds) > 1 else "")
-        for stage in range(stages)
-        for first in tp_bounds
-    ]
-
-
-def _listed(ranks: list[int]) -> str:
-    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 64 else f"{len(ranks)} ranks"
 
 
 def load(folder: str | Path, rank: int | None = None) -> Program:

@@ -26,12 +26,12 @@ from msc.initialization import recipe_from_json
 from msc.ir.dump import make_folder
 from msc.ir.encoding import Decoder, encode
 from msc.ir.errors import UserError
-from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
+from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout, class_names
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import AdamW
 from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_from_json, to_text
-from msc.program import Program, class_names
+from msc.program import Program
 from msc.report import CompileReport
 from msc.saved_tensors import SavedTensors
 

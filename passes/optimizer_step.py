@@ -20,6 +20,7 @@ from torch import fx
 
 from msc.ir import actions
 from msc.ir.optimizer import AdamW
+from msc.ir.placement import Shard
 from msc.passes.compilation import Compilation
 
 c10d = torch.ops._c10d_functional
@@ -29,6 +30,14 @@ _TINY = 1e-6  # what clip_grad_norm_ adds to the norm before it divides by it
 
 Act = Callable[..., fx.Node]
 """`act(function, *args, val=...)` appends a call to the graph."""
+
+
+def num_copies(unit: Compilation, name: str) -> int:
+    """On how many ranks that differ in pp and tp the gradient of a parameter stands."""
+    stages = len(unit.stages_of[name])
+    state = unit.parameter_states[name].get("tp")
+    sharded = state is not None and isinstance(state.value, Shard)
+    return stages if sharded else stages * unit.settings.mesh.axis_size("tp")
 
 
 def clip(

@@ -22,13 +22,13 @@ import torch
 from torch import fx
 
 from msc.ir import actions
-from msc.ir.placement import Partial, Shard
+from msc.ir.placement import Partial
 from msc.ir.structure import placeholders
 from msc.ir.torch_private import lazy_graph_module
 from msc.passes.chunks import Chunk, Key
 from msc.passes.compilation import Compilation, Variant
 from msc.passes.gradient_buckets import buckets
-from msc.passes.optimizer_step import adamw_step, clip
+from msc.passes.optimizer_step import adamw_step, clip, num_copies
 from msc.passes.schedules import Step, schedule_of
 
 c10d = torch.ops._c10d_functional
@@ -365,7 +365,7 @@ class _Builder:
             return {}
         clipping, scale = {}, None
         if spec.max_norm is not None:
-            copies = [self._copies(name) for name in gradients]
+            copies = [num_copies(self.unit, name) for name in gradients]
             norm, scale = clip(
                 self._act, list(gradients.values()), copies, spec.max_norm, self.unit
             )
@@ -381,13 +381,6 @@ class _Builder:
         return clipping | adamw_step(
             self._act, spec, nodes, list(gradients.values()), moments, step, scale
         )
-
-    def _copies(self, name: str) -> int:
-        """On how many ranks that differ in pp and tp the gradient of a parameter stands."""
-        stages = len(self.unit.stages_of[name])
-        state = self.unit.parameter_states[name].get("tp")
-        sharded = state is not None and isinstance(state.value, Shard)
-        return stages if sharded else stages * self.settings.mesh.axis_size("tp")
 
 
 def _values(gm: fx.GraphModule) -> tuple[Any, ...]:

@@ -52,6 +52,7 @@ def train(folder: Path, case: str) -> dict[str, Any]:
         evaluation = trainer.evaluate(data)
         return {
             "losses": trainer.losses,
+            "grad_norms": trainer.grad_norms,
             "first_moment": gradients["first_moment"],
             "params": trainer.state_dict(),
             "evaluation": evaluation,

@@ -62,11 +62,12 @@ class CostModel:
         More than any saving in communication: who asks for the axis wants the weights split, and
         in a model so small that messages weigh more than work nothing else would split them. A
         byte on the links for each two multiply-adds of its GEMM, and the messages that shard it.
-        Without a cluster that is a quarter of its FLOPs.
+        Without a cluster it is the FLOPs of its GEMM, which no unequal parts cost (3 units on 2
+        ranks take a sixth of three GEMMs longer than equal ones).
         """
         link_bytes = num_elements * num_tokens / 2
         if self.cluster is None:
-            return _LINK_BYTE * link_bytes
+            return _FLOP * 2 * num_elements * num_tokens
         rate, latency = self._link(size)
         state_bytes = 16 * num_elements  # gradient, moments and masters, read once per step
         held = state_bytes / self.cluster.memory_bytes_per_s

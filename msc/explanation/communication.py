@@ -25,9 +25,9 @@ _KINDS = {
 def totals(
     rank_graphs: Sequence[fx.GraphModule], names: Sequence[str], cost: CostModel | None, mesh: Mesh
 ) -> tuple[Total, ...]:
-    """All that one rank of each stage sends in a step; priced where there is a cost model.
+    """All that one rank of each class sends in a step; priced where there is a cost model.
 
-    Stages that follow each other and send the same are one.
+    names: of the classes. Those that follow each other and send the same are one.
     """
     memo: dict[int, Sent] = {}
     stages: list[tuple[str, str, list[Total]]] = []  # first, last, what each of them sends
@@ -38,7 +38,7 @@ def totals(
         else:
             stages.append((name, name, rows))
     return tuple(
-        replace(row, stage=first if first == last else f"{first}-{last.split()[-1]}")
+        replace(row, stage=first if first == last else f"{first} to {last}")
         for first, last, rows in stages
         for row in rows
     )

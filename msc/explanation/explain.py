@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from msc.explanation.communication import totals
@@ -11,15 +9,14 @@ from msc.explanation.facts import Explanation, Module, Part, Value
 from msc.explanation.overview import Overview, depth, relative, top_modules
 from msc.explanation.why import Why
 from msc.ir.errors import UserError
+from msc.ir.layout import class_names
 from msc.ir.placement import Partial, Replicate
 from msc.ir.plan import PlannedBlock, PlannedPlaceholder
 from msc.ir.structure import layer_names, layer_of
 from msc.ir.values import DTYPE_NAMES
 from msc.passes.compilation import Compilation
+from msc.program import Program
 from msc.report import CompileReport
-
-if TYPE_CHECKING:
-    from msc.program import Program
 
 
 class Explainer:
@@ -33,7 +30,7 @@ class Explainer:
     def overview(self) -> Explanation:
         """Every module with its placements and collectives."""
         settings = self._unit.settings
-        stages = [f"stage {number}" for number in range(len(self._unit.rank_graphs))]
+        stages = class_names(settings.mesh.axis_size("pp"), self._unit.tp_bounds)
         cluster = settings.cost.cluster
         return Explanation(
             mesh=str(settings.mesh),
@@ -79,13 +76,12 @@ def _explain_loaded(program: Program, module: str | None) -> Explanation:
     """What a loaded program can say: where parameters lie, and what is sent in a step."""
     if module is not None:
         raise UserError(f"Why '{module}' lies as it does cannot be said. {_LOADED}")
-    stages = [f"stage {number}" for number in range(len(program.rank_graphs))]
     return Explanation(
         mesh=str(program.mesh),
         cluster="",
         micro_batches=program.micro_batches,
         parts=tuple(_planned(program, block) for block in program.plan.blocks),
-        totals=totals(program.rank_graphs, stages, None, program.mesh),
+        totals=totals(program.rank_graphs, program.class_names, None, program.mesh),
         fallbacks=program.report.fallbacks,
         notes=program.report.notes,
         missing=_LOADED,

@@ -81,7 +81,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Total:
-    """What one rank of a stage (or of each of `stage 1-6`) sends in a step.
+    """What one rank of a stage (or of each of `stage1 to stage6`) sends in a step.
 
     cost: None where nothing is known of it.
     """

@@ -22,6 +22,15 @@ def rank_class(mesh: Mesh, tp_bounds: Sequence[int], rank: int) -> int:
     return coordinate.get("pp", 0) * len(tp_bounds) + place
 
 
+def class_names(stages: int, tp_bounds: Sequence[int]) -> list[str]:
+    """Names of the classes of ranks, in the order of a program's rank graphs."""
+    return [
+        f"stage{stage}" + (f".tp{first}" if len(tp_bounds) > 1 else "")
+        for stage in range(stages)
+        for first in tp_bounds
+    ]
+
+
 @dataclass(frozen=True)
 class ParameterLayout:
     """A parameter: its whole shape, how mesh axes shard it, and which pipeline stages hold it."""

@@ -43,7 +43,9 @@ def identity_index(gm: fx.GraphModule) -> int:
         assert isinstance(indices, (list, tuple))
         grids = [free.value(i) if isinstance(i, fx.Node) else None for i in indices]
         if _picks_of_each_row(source, indices, grids):
-            replace(node, _gathered(Emitter(gm, node), source, indices[1]))
+            picks = indices[1]
+            assert isinstance(picks, fx.Node)
+            replace(node, _gathered(Emitter(gm, node), source, picks))
             changed += 1
             continue
         if any(grid is None for grid in grids):

@@ -57,6 +57,11 @@ class Candidates:
             found += [State(p, p) for p in self.placeholders[node]]
         return found
 
+    def choices(self, node: fx.Node) -> list[State]:
+        """The states among which the search chooses that of a placeholder."""
+        allowed = self.allowed.get(node)
+        return [s for s in self.states(node) if allowed is None or s in allowed]
+
 
 def find_candidates(
     structure: Structure,

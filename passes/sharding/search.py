@@ -20,7 +20,7 @@ from torch import fx
 from msc.cost import CostModel, call_flops
 from msc.cost.flops import is_gemm, nbytes
 from msc.ir.errors import PlanError
-from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Shard, State
+from msc.ir.placement import REPLICATED, VARYING, Shard, State
 from msc.ir.structure import Source, Structure, output_nodes, placeholders
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.sharding.axes import Axis, local_shape
@@ -120,27 +120,21 @@ class _Search:
     # -- variables
 
     def _placeholder(self, node: fx.Node) -> None:
-        allowed = self.candidates.allowed.get(node)
-        options = [o for o in self._options(node) if allowed is None or o[0] in allowed]
         weight = self.weights[node]
-        self.states[node] = [state for state, _ in options]
-        self.variables[node] = self.network.variable([weight * cost for _, cost in options])
+        self.states[node] = self.candidates.choices(node)
+        costs = [weight * self._holding(node, state) for state in self.states[node]]
+        self.variables[node] = self.network.variable(costs)
 
-    def _options(self, node: fx.Node) -> list[tuple[State, float]]:
-        """The states that a placeholder may have, with their costs."""
-        kind = node.meta["kind"]
-        shards = [(State(p, p), 0.0) for p in self.candidates.placeholders[node]]
-        trains = bool(node.meta.get("differentiable"))
-        if kind == "parameter":
-            penalty = self._parameter_penalty(node)
-            reduce = self.model.bucketed(nbytes(node.meta["val"]), self.axis.size)
-            # once per step, in a bucket with others: cheaper than the same bytes on their own
-            varying = penalty + reduce / (2 * self.step.micro_batches)
-            return [(REPLICATED, penalty), *([(VARYING, varying)] if trains else []), *shards]
-        if kind == "value":
-            partial = [(VARYING, 0.0), (PARTIAL, 0.0)] if trains else []
-            return [(REPLICATED, 0.0), *partial, *shards]
-        return [(REPLICATED, 0.0)]
+    def _holding(self, node: fx.Node, state: State) -> float:
+        """What a placeholder costs in a state."""
+        if node.meta["kind"] != "parameter" or isinstance(state.value, Shard):
+            return 0.0
+        penalty = self._parameter_penalty(node)
+        if state != VARYING:
+            return penalty
+        # once per step, in a bucket with others: cheaper than the same bytes on their own
+        reduce = self.model.bucketed(nbytes(node.meta["val"]), self.axis.size)
+        return penalty + reduce / (2 * self.step.micro_batches)
 
     def _parameter_penalty(self, node: fx.Node) -> float:
         """Cost of holding a weight whole; vectors (biases, norms) are too small to count."""

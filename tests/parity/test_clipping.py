@@ -19,6 +19,8 @@ from msc.verification import Reference
 from tests import models
 from tests.parity.captures import capture_once as capture_once
 from tests.parity.errors import parameter_errors
+from tests.test_trainer import run_job
+from tests.training_job import batches
 
 pytestmark = pytest.mark.usefixtures("capture_once")
 
@@ -136,6 +138,35 @@ def test_the_trainer_tells_the_norms(tmp_path: Path) -> None:
         trainer.fit(STEPS)
         assert trainer.grad_norms == pytest.approx(norms, rel=1e-12)
         assert parameter_errors(trainer.state_dict(), params, 1e-12) == {}
+
+
+@pytest.mark.gloo
+def test_processes_reduce_the_norm(tmp_path: Path) -> None:
+    cases = {"nanogpt.tp": "tp=2", "nanogpt.pp": "pp=2"}
+    programs = {
+        case: msc.compile(
+            models.build("nanogpt"),
+            models.batch("nanogpt"),
+            mesh=mesh,
+            microbatches=2,
+            precision="float64",
+            optimizer=msc.AdamW(lr=1e-2, weight_decay=0.1, max_norm=MAX_NORM),
+        )
+        for case, mesh in cases.items()
+    }
+    for case, program in programs.items():
+        program.save(tmp_path / case)
+    run_job(tmp_path, 2, list(cases))
+    for case, program in programs.items():
+        found = torch.load(tmp_path / f"{case}.pt")
+        state, norms = None, []
+        for batch in batches("nanogpt"):
+            result = program.run_virtual(batch, state)
+            state = result.state
+            assert result.grad_norm is not None
+            norms.append(float(result.grad_norm))
+        assert found["grad_norms"] == pytest.approx(norms, rel=1e-12)
+        assert parameter_errors(found["params"], program.state_dict(result), 1e-9) == {}
 
 
 @pytest.mark.parametrize("bound", [math.inf, 1.0, None])

@@ -107,3 +107,33 @@ def test_odd_sizes(mesh: str) -> None:
     torch.manual_seed(0)
     report = msc.verify(Odd(), (x, y), mesh=mesh, dtype=torch.float64)
     assert report.ok, report.first_difference
+
+
+def test_heads_that_a_pin_splits_unevenly() -> None:
+    """Three heads of eight over two ranks: rows of q, k and v in units of a head."""
+    pins = {"h.*.attn.weight": {"tp": msc.Shard(0, 3, unit=8)}}
+    model, inputs = models.GPT(width=24, heads=3, layers=2), models.tokens()
+    report = msc.verify(model, inputs, mesh="dp=2,tp=2", pins=pins, dtype=torch.float64)
+    assert report.ok, report.first_difference
+    program = msc.compile(model, inputs, mesh="dp=2,tp=2", pins=pins)
+    layout = program.parameters["h.1.attn.weight"]
+    assert [layout.local_shape(program.mesh, rank) for rank in (0, 1)] == [(48, 24), (24, 24)]
+    assert "S0/3@8" in str(program.explain("h.1.attn"))
+    again = msc.compile(model, inputs, mesh="dp=2,tp=2", plan=program.plan)
+    assert again.fingerprint == program.fingerprint
+
+
+def test_clipping_and_drawn_values_know_unequal_parts() -> None:
+    with torch.device("meta"):
+        model = models.GPT(vocabulary=97, layers=2)
+    msc.init(model, seed=3)
+    inputs = batch(97, 4, 8)
+    results = []
+    for mesh in ("", "tp=2", "pp=2,tp=3"):
+        optimizer = msc.AdamW(lr=1e-2, max_norm=0.1)
+        program = msc.compile(model, inputs, mesh=mesh, optimizer=optimizer, precision="float64")
+        results.append(program.run_virtual(inputs))
+    for other in results[1:]:
+        torch.testing.assert_close(other.grad_norm, results[0].grad_norm, rtol=1e-10, atol=0)
+        for name, value in results[0].params.items():
+            torch.testing.assert_close(other.params[name], value, rtol=0, atol=1e-10)

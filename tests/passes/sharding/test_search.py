@@ -127,7 +127,6 @@ def test_a_sharded_border_is_cheaper_to_send() -> None:
 @pytest.mark.parametrize(
     ("ops", "model", "least", "used"),
     [
-        (("linear", "softmax"), "no cluster", 128, 256),
         (("linear", "softmax"), "slow links", 128, 256),
         (("linear", "bias", "softmax"), "slow links", 160, 320),
     ],
