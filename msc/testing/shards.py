@@ -18,7 +18,12 @@ from msc.passes.sharding.axes import Axis, local_shape
 from msc.passes.sharding.rule import Call, LocalCall, Rule, Strategy, factors, strategies
 from msc.passes.sharding.rules import rule_for
 
-TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-3}
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.complex128: 1e-12,
+    torch.float32: 1e-3,
+    torch.complex64: 1e-3,
+}
 """Rounding of sums in another order, for the small shapes of the samples."""
 
 

@@ -176,8 +176,9 @@ def _cdist(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
 
 @samples(aten.cosine_similarity)
 def _cosine_similarity(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
-    shape = draw.shape(1)
-    return draw.normal(shape), draw.normal(draw.pick([shape, shape[-1:]])), -1
+    # Of vectors of one element, or short ones, the gradient is rounding.
+    shape = [*draw.shape(0, 3), draw.pick([2, 3, 4])]
+    return draw.unit(shape), draw.unit(draw.pick([shape, shape[-1:]])), -1
 
 
 @samples(aten.pairwise_distance)
