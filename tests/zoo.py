@@ -273,7 +273,6 @@ MODELS: dict[str, Entry] = {
         _of("MixtralForCausalLM", "MixtralConfig", MIXTRAL, experts_implementation="batched_mm"),
         _tokens,
     ),
-    "mixtral-grouped": Entry(_of("MixtralForCausalLM", "MixtralConfig", MIXTRAL), _tokens),
     "encoder": Entry(Encoder, _sequences),
     "seq2seq": Entry(Seq2Seq, _sequences),
 }
