@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 
 from msc.capture import Captured, capture
 from msc.ir.structure import output_nodes
-from msc.ir.values import CARRIED
 from msc.ir.verifier import structure
 from msc.passes.normalize import normalize
 from tests.capture.models import GPT, Llama, token_batch
@@ -35,7 +34,7 @@ def assert_normal(captured: Captured) -> None:
         assert node.op in ("placeholder", "call_function", "output")
         if node.op == "call_function":
             assert node.users
-            assert node.meta.keys() >= set(CARRIED) - {"source"}
+            assert node.meta.keys() >= {"module_path", "phase"}
 
 
 def check(

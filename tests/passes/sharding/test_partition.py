@@ -332,8 +332,8 @@ def test_results_that_nothing_reads_are_not_picked() -> None:
         local.gm,
         """
 %x: f64[2,8]{tp:S0} = parameter "x"
-%split_tensor: (f64[2,4], f64[2,4]) = aten.split.Tensor(%x, 4, 1)
-%getitem: f64[2,4]{tp:S0} = %split_tensor[1]
+%split_with_sizes_default: (f64[2,4], f64[2,4]) = aten.split_with_sizes(%x, [4, 4], 1)
+%getitem: f64[2,4]{tp:S0} = %split_with_sizes_default[1]
 return (%getitem,)
 """,
     )
