@@ -38,7 +38,7 @@ def cut(gm: fx.GraphModule, stages: int = 1) -> Structure:
 
 
 def mark_differentiable(gm: fx.GraphModule) -> None:
-    """Set `meta["differentiable"]`: whether a gradient flows to the node's value."""
+    """Set `meta["differentiable"]`: whether a gradient flows to the node's value, from the loss."""
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             node.meta["differentiable"] = bool(node.meta.get("requires_grad", False))
@@ -50,6 +50,11 @@ def mark_differentiable(gm: fx.GraphModule) -> None:
                 and node.target not in _DETACHING
                 and any(operand.meta["differentiable"] for operand in operand_nodes(node))
             )
+    loss = output_nodes(gm)[0]
+    for node in reversed(gm.graph.nodes):
+        if node is not loss and node.op in ("placeholder", "call_function"):
+            reached = any(user.meta.get("differentiable", False) for user in node.users)
+            node.meta["differentiable"] = node.meta["differentiable"] and reached
 
 
 def _without_parameters(gm: fx.GraphModule) -> set[fx.Node]:

@@ -38,7 +38,7 @@ class Place(UnitPass):
         before = unit.texts()
         settings = unit.settings
         if settings.plan is not None:
-            check_plan(settings.plan, unit.structure, settings.mesh)
+            check_plan(settings.plan, unit.structure, settings.mesh, settings.micro_batches)
         if settings.mesh.axis_size("tp") == 1:
             return 0
         unit.placing = _placing(unit)

@@ -219,6 +219,8 @@ def test_a_plan_of_another_mesh_is_refused_with_every_axis() -> None:
     text = refusal(mesh="pp=2,tp=4", plan=found().plan)
     assert "mesh axis 'tp' has 2 ranks in the plan, 4 here" in text
     assert "mesh axis 'pp' has 1 ranks in the plan, 2 here" in text
+    text = refusal(microbatches=2, plan=found().plan)
+    assert text.splitlines()[1] == "  the plan was made for 1 micro-batches, here are 2"
 
 
 def test_a_plan_of_another_model_is_refused_with_the_differences() -> None:

@@ -52,7 +52,7 @@ def test_a_product_that_is_whole_though_it_could_be_split_says_why(planned: bool
     options = unit.placing.candidates.strategies[node]
     unit.placed.strategies[node] = next(each for each in options if each.factor is None)
     if planned:
-        plan = plan_of(unit.structure, unit.placed, unit.settings.mesh)
+        plan = plan_of(unit.structure, unit.placed, unit.settings.mesh, 1)
         unit.settings = replace(unit.settings, plan=plan)
     why = "the given plan says so" if planned else "splitting it would cost more than it saves"
     assert fallback(unit, node).endswith(f": msc.linear runs whole on every tp rank: {why}")

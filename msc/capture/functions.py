@@ -62,13 +62,24 @@ def wrap_function(
     """
     if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
         raise UserError(f"{function!r} is no subclass of torch.autograd.Function.")
+    if schema is not None and not isinstance(schema, str):
+        raise UserError(f"schema is {schema!r}; it is a string, such as '(Tensor x) -> Tensor'.")
+    if rule is None and options:
+        raise UserError(f"{', '.join(options)} are options of a rule, and there is none.")
     name = f"{_NAMESPACE}::{_identifier(function)}"
-    if function not in _WRAPPED:
+    known = _WRAPPED.get(function)
+    if known is None or schema is not None:
         _WRAPPED[function] = _Wrapped(function, _define(function, name, schema))
     if rule is not None:
-        sharding_rule(name, rule, **options)
-    elif options:
-        raise UserError(f"{', '.join(options)} are options of a rule, and there is none.")
+        try:
+            sharding_rule(name, rule, **options)
+        except UserError as error:
+            if known is None:
+                del _WRAPPED[function]
+            raise UserError(
+                f"{error} Its schema says which arguments are tensors; schema='(Tensor x, float "
+                "eps) -> Tensor' gives it, where the annotations of forward do not."
+            ) from error
     return function
 
 

@@ -60,6 +60,8 @@ class Explainer:
 
 def explain(program: Program, explainer: Explainer | None, module: str | None) -> Explanation:
     """Explain a program; it has no explainer if it was loaded."""
+    if module is not None and not isinstance(module, str):
+        raise UserError(f"module is {module!r}; it is the name of a module, layer or parameter.")
     if explainer is None:
         return _explain_loaded(program, module)
     return explainer.overview() if module is None else explainer.why(module)

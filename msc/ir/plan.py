@@ -1,7 +1,7 @@
 """`msc.Plan`: where everything of a model lies over tp, as a value and as a JSON file.
 
     {
-     "format": "msc plan", "version": 1, "mesh": {"dp": 2, "tp": 2},
+     "format": "msc plan", "version": 1, "mesh": {"dp": 2, "tp": 2}, "micro_batches": 1,
      "parameters": {"h.0.attn.weight": {"S": [0, 3]}, "h.0.ln_1.weight": "R~", ...},
      "blocks": [
       {"instances": ["h.0", "h.1"],
@@ -43,6 +43,7 @@ from msc.ir.placement import (
 
 FORMAT = "msc plan"
 VERSION = 1
+_HEAD = ("format", "version", "mesh", "micro_batches")
 
 Shape = tuple[int, ...]
 
@@ -83,11 +84,12 @@ class PlannedBlock:
 class Plan:
     """What a compilation chose over tp: `msc.compile(..., plan=plan)` makes the same program.
 
-    mesh: the mesh that it was made for; without tp there is nothing to choose, and no block.
+    mesh, micro_batches: what it was made for; without tp there is nothing to choose, and no block.
     parameters: the state of every parameter that the loss depends on.
     """
 
     mesh: Mesh
+    micro_batches: int
     parameters: Mapping[str, State]
     blocks: tuple[PlannedBlock, ...]
     loss: State
@@ -129,6 +131,7 @@ class Plan:
         try:
             return cls(
                 Mesh(tuple(data["mesh"].items())),
+                int(data["micro_batches"]),
                 {name: _state(state) for name, state in data["parameters"].items()},
                 tuple(map(_block, data["blocks"])),
                 _state(data["loss"]),
@@ -145,6 +148,7 @@ class Plan:
             "format": FORMAT,
             "version": VERSION,
             "mesh": dict(self.mesh.axes),
+            "micro_batches": self.micro_batches,
             "parameters": {name: _state_data(state) for name, state in self.parameters.items()},
             "blocks": [_block_data(block) for block in self.blocks],
             "loss": _state_data(self.loss),
@@ -156,7 +160,7 @@ class Plan:
 
 def _text(data: Mapping[str, Any]) -> str:
     """The JSON text of a plan, one line for each parameter, placeholder and call."""
-    lines = [f"{json.dumps(key)}: {json.dumps(data[key])}" for key in ("format", "version", "mesh")]
+    lines = [f"{json.dumps(key)}: {json.dumps(data[key])}" for key in _HEAD]
     pairs = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data["parameters"].items())
     lines.append('"parameters": {\n  ' + ",\n  ".join(pairs) + "}")
     blocks = []

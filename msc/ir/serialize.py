@@ -37,7 +37,6 @@ from msc.ir.torch_private import OpOverload
 FORMAT = "msc graphs"
 VERSION = 1
 
-_NAMESPACES = ("aten", "msc", "_c10d_functional")
 _GETITEM = "operator.getitem"
 _ACTIONS = {action.__name__: action for action in actions.ACTIONS}
 
@@ -46,8 +45,8 @@ def graphs_to_json(graphs: Mapping[str, fx.GraphModule]) -> dict[str, Any]:
     """Named graphs, with all graphs that they call, as plain JSON values.
 
     Raises `VerifyError` naming the node for what has no JSON: a node that is no placeholder, output
-    or call of an op, action or graph; an op outside `aten`, `msc` and `_c10d_functional`; an
-    argument or a metadata entry that `msc.ir.encoding` does not know.
+    or call of an op, action or graph; an argument or a metadata entry that `msc.ir.encoding` does
+    not know. Ops of users are written by their names.
     """
     writer = _Writer()
     roots = [[name, writer.add(name, gm)] for name, gm in graphs.items()]
@@ -150,11 +149,11 @@ def _target_name(node: fx.Node, where: str) -> str:
             return _GETITEM
         if target in actions.ACTIONS:
             return str(target.__name__)
-        if isinstance(target, OpOverload) and target.namespace in _NAMESPACES:
+        if isinstance(target, OpOverload):
             return str(target)
     raise VerifyError(
-        f"{where} is {node.op} {target}, which cannot be written to a file: a graph calls ops of "
-        f"{', '.join(_NAMESPACES)}, operator.getitem, actions and graphs."
+        f"{where} is {node.op} {target}, which cannot be written to a file: a graph calls "
+        "registered ops, operator.getitem, actions and graphs."
     )
 
 
@@ -166,13 +165,14 @@ def _target(op: str, name: str) -> Any:
     if name in _ACTIONS:
         return _ACTIONS[name]
     namespace, _, rest = name.partition(".")
-    found: Any = getattr(torch.ops, namespace) if namespace in _NAMESPACES else None
+    found: Any = getattr(torch.ops, namespace)
     for part in rest.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, OpOverload):
         raise UserError(
-            f"The saved program calls {name}, which this MSC with torch {torch.__version__} does "
-            "not have. Compile and save the program again."
+            f"The saved program calls {name}, which is not registered in this process (torch "
+            f"{torch.__version__}). Import the module that defines the op, or call "
+            "msc.wrap_function as before the program was compiled; or compile and save it again."
         )
     return found
 

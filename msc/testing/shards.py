@@ -119,10 +119,11 @@ def check_rule(
             if not uninitialized:
                 _check_results(call, strategy, ranks)
                 _check_gradients(call, strategy, ranks, constant, seed)
-        except RuleError as error:
+        except (RuleError, RuntimeError) as error:
+            reason = error if isinstance(error, RuleError) else f"it does not run: {error}"
             raise RuleError(
                 f"{call.target} on {[tuple(t.shape) for t in call.operands]}, {size} ranks, "
-                f"{strategy}: {error}"
+                f"{strategy}: {reason}"
             ) from error
     return found
 

@@ -7,6 +7,7 @@ from torch import fx
 from msc.ir.passes import GraphPass
 from msc.passes.normalize.dead_code import RemoveDeadCode
 from msc.passes.normalize.drop_no_ops import DropNoOps
+from msc.passes.normalize.fill_constants import FillConstants
 from msc.passes.normalize.identity_index import IdentityIndex
 from msc.passes.normalize.lift_constants import LiftConstants
 from msc.passes.normalize.raise_attention import RaiseAttention
@@ -19,6 +20,7 @@ from msc.passes.normalize.split_slices import SplitSlices
 
 NORMALIZE: tuple[GraphPass, ...] = (
     DropNoOps(),  # first: the patterns below would otherwise have to look through copies
+    FillConstants(),
     RaiseAttention(),
     IdentityIndex(),  # after attention, whose constant masks need no index any more
     RaiseLinear(),

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from msc.ir.errors import VerifyError
+from msc.ir.errors import PlanError, VerifyError
 from msc.ir.placement import Partial, Shard
 from msc.ir.structure import output_nodes
 from msc.ir.values import describe, tensors_of
@@ -36,6 +36,7 @@ from msc.passes.sharding.conversions import Converter
 from msc.passes.sharding.graph_call import GraphCall
 from msc.passes.sharding.local_graph import LocalGraph
 from msc.passes.sharding.rule import Strategy, factor_of, shard_factor
+from msc.passes.sharding.rules.custom import custom_rule
 
 
 @dataclass
@@ -112,9 +113,28 @@ class _Partitioner:
         if rule is not None and rule.localize is not None and any(s.factor for s in chosen):
             call = GraphCall(self.local, node, chosen, args, kwargs, fetched, shapes)
             target, args, kwargs = rule.localize(call)
-        new = self.local.call(target, *args, source=node, **kwargs)
+        try:
+            new = self.local.call(target, *args, source=node, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise self._does_not_run(node, error) from error
         self._check_shapes(node, new, shapes)
         self._results(node, new, states)
+
+    def _does_not_run(self, node: fx.Node, error: Exception) -> Exception:
+        """A call that fails on the shards that its rule gives it."""
+        ways = ", ".join(str(strategy) for strategy in self.plan.strategies[node])
+        reason = str(error).partition("\n")[0]
+        custom = custom_rule(node.target)
+        if custom is None:
+            return VerifyError(
+                f"partition: {node.target} does not run on shards ({ways}): {reason}\n"
+                "This is a bug in its sharding rule."
+            )
+        return PlanError(
+            f"The sharding rule '{custom.notation}' of {custom.op} is wrong: the op does not run "
+            f"on shards of {ways}: {reason} Dims that must have one length have one letter; "
+            "msc.testing.check_sharding_rule finds out."
+        )
 
     def _results(self, node: fx.Node, new: fx.Node, states: list[States]) -> None:
         if isinstance(node.meta["val"], torch.Tensor):

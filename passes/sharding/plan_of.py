@@ -27,7 +27,7 @@ from msc.passes.sharding.search import Placed
 _LISTED = 12
 
 
-def plan_of(structure: Structure, placed: Placed | None, mesh: Mesh) -> Plan:
+def plan_of(structure: Structure, placed: Placed | None, mesh: Mesh, micro_batches: int) -> Plan:
     """What was chosen for a cut model; over one rank of tp (`placed` is None) all is whole."""
     parameters: dict[str, State] = {}
     for instance in structure.instances:
@@ -36,7 +36,7 @@ def plan_of(structure: Structure, placed: Placed | None, mesh: Mesh) -> Plan:
             if source.kind == "parameter":
                 parameters[source.name] = placed.placeholders[node] if placed else REPLICATED
     blocks = tuple(_block(structure, name, placed) for name in structure.blocks)
-    return Plan(mesh, parameters, blocks, placed.loss if placed else REPLICATED)
+    return Plan(mesh, micro_batches, parameters, blocks, placed.loss if placed else REPLICATED)
 
 
 def _block(structure: Structure, name: str, placed: Placed | None) -> PlannedBlock:
@@ -81,10 +81,15 @@ def op_name(node: fx.Node) -> str:
 # -- applying a plan
 
 
-def check_plan(plan: Plan, structure: Structure, mesh: Mesh) -> None:
+def check_plan(plan: Plan, structure: Structure, mesh: Mesh, micro_batches: int) -> None:
     """Raise `PlanError`, with the differences, unless `plan` was made for this model and mesh."""
-    here = plan_of(structure, None, mesh)
-    _refuse([*_mesh_differences(plan.mesh, mesh), *_model_differences(plan, here)])
+    here = plan_of(structure, None, mesh, micro_batches)
+    differences = [*_mesh_differences(plan.mesh, mesh)]
+    if plan.micro_batches != micro_batches:
+        differences.append(
+            f"the plan was made for {plan.micro_batches} micro-batches, here are {micro_batches}"
+        )
+    _refuse([*differences, *_model_differences(plan, here)])
 
 
 def apply_plan(plan: Plan, placing: Placing, limits: Mapping[fx.Node, frozenset[State]]) -> Placed:
@@ -96,7 +101,7 @@ def apply_plan(plan: Plan, placing: Placing, limits: Mapping[fx.Node, frozenset[
     _refuse(applied.faults)
     _refuse(applied.broken_edges())
     placed = applied.restricted().solve()
-    if plan_of(placing.structure, placed, plan.mesh) != plan:
+    if plan_of(placing.structure, placed, plan.mesh, plan.micro_batches) != plan:
         raise PlanError(
             "The plan does not agree with itself: its block outputs are not in the states in which "
             "the blocks after them read them. Compile without it and save the plan again."

@@ -186,3 +186,28 @@ def test_bloom(mesh: str) -> None:
     report = msc.verify(model, batch, mesh=mesh, microbatches=2, dtype=torch.float64)
     assert report.ok, report.first_difference
     assert (report.fallbacks, report.notes) == ((), ())
+
+
+class Scaled(torch.autograd.Function):
+    """Its annotations do not say that `eps` is a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.eps = eps
+        return x * eps  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.eps, None
+
+
+def test_a_failed_attempt_leaves_nothing_behind() -> None:
+    with pytest.raises(UserError, match=r"the op takes 2 tensors \(x, eps\).*schema='"):
+        msc.wrap_function(Scaled, "... -> ...")
+    assert not functions.is_wrapped(Scaled)
+    with pytest.raises(UserError, match="schema is 5; it is a string"):
+        msc.wrap_function(Scaled, "... -> ...", schema=5)  # type: ignore[arg-type]
+    msc.wrap_function(Scaled, "... -> ...", schema="(Tensor x, float eps) -> Tensor")
+    apply: Any = Scaled.apply
+    report = verified(lambda model, y: apply(y, 0.5), mesh="tp=2")
+    assert report.fallbacks == ()

@@ -146,7 +146,7 @@ def test_batch_norm(kind: str, mesh: str, microbatches: int) -> None:
     program = check(kind, mesh, microbatches)
     assert program.report.fallbacks == ()
     (note,) = [n for n in program.report.notes if "writes these buffers" in n]
-    assert "from the rows of all dp ranks" in note
+    assert "the same part of every dp rank's rows" in note
     separate = [n for n in program.report.notes if "computed per micro-batch" in n]
     assert bool(separate) == (microbatches > 1)
 

@@ -224,3 +224,82 @@ def test_a_flat_model_is_cut_at_its_modules() -> None:
     batch = (torch.randn(4, 3, 6, 6), torch.randint(10, (4,)))
     report = msc.verify(Flat(), batch, mesh="pp=3,dp=2", microbatches=2, dtype=torch.float64)
     assert report.ok, report.first_difference
+
+
+class MaskedMean(nn.Module):
+    """A zero that is made like a value of the batch, without reading it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.head, self.kind = nn.Linear(4, 5), kind
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        losses = functional.cross_entropy(self.head(x), labels, reduction="none")
+        zero = {
+            "new_zeros": lambda: losses.new_zeros(()),
+            "new_full": lambda: losses.new_full((), 0.0),
+            "zeros_like": lambda: torch.zeros_like(losses[0]),
+            "ones_like": lambda: torch.ones_like(losses) - 1,
+        }[self.kind]()
+        return torch.where(labels > 1, losses, zero).sum() / (labels > 1).sum()
+
+
+@pytest.mark.parametrize("kind", ["new_zeros", "new_full", "zeros_like", "ones_like"])
+def test_constants_made_like_a_value_combine_no_samples(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = MaskedMean(kind).double(), torch.randn(8, 4).double()
+    labels = torch.tensor([0, 0, 4, 3, 1, 0, 4, 3])
+    program = msc.compile(model, (x, labels), mesh="dp=2", microbatches=2)
+    assert program.report.notes == ()
+    loss = program.run_virtual((x, labels)).loss
+    torch.testing.assert_close(loss, model(x, labels).detach(), rtol=1e-12, atol=0)
+
+
+class Teacher(nn.Module):
+    """A weight that is used, but that no gradient reaches."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.student, self.teacher, self.kind = nn.Linear(4, 4), nn.Linear(4, 4), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "no_grad":
+            with torch.no_grad():
+                aim = self.teacher(x)
+        elif self.kind == "detach":
+            aim = self.teacher(x).detach()
+        else:
+            aim = (self.teacher(x) > 0).to(x.dtype)
+        return functional.mse_loss(self.student(x), aim)
+
+
+@pytest.mark.parametrize("kind", ["no_grad", "detach", "compare"])
+@pytest.mark.parametrize("mesh", ["", "dp=2,tp=2"])
+def test_a_weight_without_gradient_is_left_alone(kind: str, mesh: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Teacher(kind).double(), (torch.randn(8, 4).double(),)
+    program = msc.compile(model, batch, mesh=mesh, optimizer=msc.AdamW(lr=0.1))
+    result = program.run_virtual(batch)
+    assert set(result.grads) == {"student.weight", "student.bias"}
+    assert torch.equal(result.params["teacher.weight"], model.teacher.weight)
+    model(*batch).backward()
+    assert model.student.weight.grad is not None
+    torch.testing.assert_close(result.grads["student.weight"], model.student.weight.grad)
+
+
+class DropsInAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        p = 0.1 if self.training else 0.0
+        return functional.scaled_dot_product_attention(q, k, v, dropout_p=p).square().mean()
+
+
+def test_dropout_of_attention_alone_is_compared_with_eager_in_eval_mode() -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 5, 8),)
+    report = msc.verify(DropsInAttention(), batch, mesh="tp=2", dtype=torch.float64)
+    assert report.ok, report.first_difference

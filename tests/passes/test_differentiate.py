@@ -183,6 +183,7 @@ def test_a_used_parameter_without_a_gradient_is_refused() -> None:
     for node in gm.graph.nodes:
         if node.target is ATEN.detach.default:
             node.meta["differentiable"] = True  # as an op says that should have a gradient
+    w.meta["differentiable"] = True
     with pytest.raises(VerifyError) as error:
         differentiate(gm, gm.meta["fake_mode"])
     assert str(error.value) == (

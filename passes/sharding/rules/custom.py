@@ -248,6 +248,11 @@ def sharding_rule(
     Raises:
         UserError: name, notation or options are malformed, or do not fit the op's schema.
     """
+    if not isinstance(op, str) or not isinstance(notation, str):
+        raise UserError(
+            f"An op and its rule are two strings, such as 'mylib::op' and 'b d -> b d'; they are "
+            f"{op!r} and {notation!r}."
+        )
     if not _NAME.fullmatch(op):
         raise UserError(f"'{op}' is no name of an op; it looks like 'mylib::op'.")
     rule = CustomRule(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,3 +280,35 @@ def test_a_model_with_an_op_without_rule_runs_it_whole() -> None:
 def test_over_micro_batches_an_op_without_rule_is_no_sum() -> None:
     (note,) = verified("dp=2", 2).notes
     assert "(msc_test.gate.default) has no sharding rule, so that it may combine samples" in note
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(gate(x, self.weight)).square().mean()
+        return result
+
+
+def test_a_program_with_an_op_of_a_user_is_saved_by_its_name(tmp_path: Path) -> None:
+    msc.sharding_rule("msc_test::gate", "... d, d -> ... d")
+    batch = (torch.randn(4, 3, 4),)
+    program = msc.compile(Small(), batch, mesh="tp=2", optimizer=msc.AdamW())
+    program.save(tmp_path)
+    loaded = msc.load(tmp_path)
+    assert loaded.fingerprint == program.fingerprint
+    assert torch.equal(loaded.run_virtual(batch).loss, program.run_virtual(batch).loss)
+    code = f"import msc; msc.load({str(tmp_path)!r}, 0)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "calls msc_test.gate.default, which is not registered in this process" in found.stderr
+
+
+def test_a_rule_with_two_letters_for_one_length_is_named() -> None:
+    msc.sharding_rule("msc_test::gate", "b s d, e -> b s d")
+    pins = {"head.weight": {"tp": msc.Shard(1)}}
+    with pytest.raises(PlanError, match=r"rule 'b s d, e -> b s d' of msc_test::gate is wrong"):
+        msc.compile(Small(), (torch.randn(1, 1, 4),), mesh="tp=2", pins=pins)
+    with pytest.raises(RuleError, match="it does not run"):
+        msc.testing.check_sharding_rule(ops.gate, torch.randn(6, 6, 6), torch.randn(6))
