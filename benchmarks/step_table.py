@@ -58,10 +58,19 @@ def draw(results: list[Result], file: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         return
-    figure = Figure(figsize=(3.2 * len(results), 4.5), layout="constrained")
-    for result, axes in zip(
-        results, figure.subplots(1, len(results), squeeze=False)[0], strict=True
+    models = list(dict.fromkeys(result["model"] for result in results))
+    rows = [[r for r in results if r["model"] == model] for model in models]
+    width = max(map(len, rows))
+    figure = Figure(figsize=(3.2 * width, 4.2 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), width, squeeze=False)
+    for axes in grid.flat[:]:
+        axes.set_axis_off()
+    for result, axes in (
+        pair
+        for row, places in zip(rows, grid, strict=True)
+        for pair in zip(row, places, strict=False)
     ):
+        axes.set_axis_on()
         eager = statistics.median(result["seconds"]["eager"])
         heights = {n: statistics.median(t) / eager for n, t in result["seconds"].items()}
         axes.bar(list(heights), list(heights.values()))
