@@ -150,6 +150,7 @@ _AXES = ("pp", "dp", "tp")
 def draw(results: list[Result], file: Path) -> None:
     """Stacked bars of seconds per pass; nothing where matplotlib is not installed."""
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         return
@@ -157,9 +158,9 @@ def draw(results: list[Result], file: Path) -> None:
     axes = figure.subplots()
     labels = [f"{r['layers']} layers\n" + r["mesh"].replace(",", "\n") for r in results]
     bottom = [0.0] * len(results)
-    for name in results[-1]["passes"]:
+    for number, name in enumerate(results[-1]["passes"]):
         heights = [r["passes"].get(name, 0.0) for r in results]
-        axes.bar(labels, heights, bottom=bottom, label=name)
+        axes.bar(labels, heights, bottom=bottom, label=name, color=colormaps["tab20"](number))
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_ylabel("CPU seconds")
     axes.set_title("Compiling GPT-3 175B")
