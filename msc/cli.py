@@ -154,11 +154,9 @@ def compile_command(
     """Compile for every rank of a mesh and say what was made. Needs no device and no parameters."""
 
     def action() -> Callable[[], int]:
-        built = load_target(target)
-        program = msc.compile(
-            built.model,
-            built.inputs,
-            loss_fn=built.loss_fn,
+        program = _compiled(
+            target,
+            pins,
             mesh=mesh,
             microbatches=microbatches,
             schedule=schedule,
@@ -167,7 +165,6 @@ def compile_command(
             cluster=cluster,
             memory=memory,
             plan=plan,
-            pins=load_pins(pins),
         )
         if save_plan is not None:
             program.plan.save(save_plan)
@@ -204,16 +201,8 @@ def explain(
     """Compile, and say where every value lies, what is sent, and what else there was to choose."""
 
     def action() -> Callable[[], int]:
-        built = load_target(target)
-        program = msc.compile(
-            built.model,
-            built.inputs,
-            loss_fn=built.loss_fn,
-            mesh=mesh,
-            microbatches=microbatches,
-            cluster=cluster,
-            plan=plan,
-            pins=load_pins(pins),
+        program = _compiled(
+            target, pins, mesh=mesh, microbatches=microbatches, cluster=cluster, plan=plan
         )
         explanation = program.explain(module, html=html)
 
@@ -224,6 +213,14 @@ def explain(
         return show
 
     raise typer.Exit(_guarded(action, as_json=False))
+
+
+def _compiled(target: str, pins: Path | None, **options: Any) -> msc.program.Program:
+    """Compile what a target builds; `options` are those of `msc.compile`."""
+    built = load_target(target)
+    return msc.compile(
+        built.model, built.inputs, loss_fn=built.loss_fn, pins=load_pins(pins), **options
+    )
 
 
 def _dump(program: msc.program.Program, folder: Path) -> None:

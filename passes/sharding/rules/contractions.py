@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from torch import ops
@@ -96,43 +97,30 @@ def _spelled_out(equation: str, ranks: list[int]) -> tuple[list[str], str]:
     return spelled, after.replace("...", digits[len(digits) - max(missing) :])
 
 
-def _convolution(bound: Bound) -> Rule | None:
-    """Samples, groups and channels; the places stay whole, as neighbours see each other."""
+def _convolution(bound: Bound, transposed: bool = False) -> Rule | None:
+    """Samples, groups and channels; the places stay whole, as neighbours see each other.
+
+    The weight is `[(g o), c, ...]`, of a transposed convolution `[(g c), o, ...]`.
+    """
     rank = len(bound.shape("weight")) - 2
     if len(bound.shape("input")) != rank + 2:
         return None
     before, window, after = "xyz"[:rank], "uvw"[:rank], "pqr"[:rank]
+    weight = "(gc)o" if transposed else "(go)c"
     biased = bound.has_tensor("bias")
     return from_notation(
         bound,
-        f"n(gc){before},(go)c{window},(go)->n(go){after}",
+        f"n(gc){before},{weight}{window},(go)->n(go){after}",
         whole=before + window + after + ("c" if biased else ""),
         lengths={"g": int(bound.values["groups"])},
         linear="input bias | weight bias" if biased else "input | weight",
-        localize=_local_groups,
+        localize=_local_transposed_groups if transposed else _local_groups,
     )
 
 
 def _local_groups(local: LocalCall) -> Localized:
     channels, in_group = local.operand_shapes[0][1], local.operand_shapes[1][1]
     return with_arguments(local, groups=channels // in_group)
-
-
-def _transposed_convolution(bound: Bound) -> Rule | None:
-    """The same with the channels of the weight exchanged: `[(g c), o, ...]`."""
-    rank = len(bound.shape("weight")) - 2
-    if len(bound.shape("input")) != rank + 2:
-        return None
-    before, window, after = "xyz"[:rank], "uvw"[:rank], "pqr"[:rank]
-    biased = bound.has_tensor("bias")
-    return from_notation(
-        bound,
-        f"n(gc){before},(gc)o{window},(go)->n(go){after}",
-        whole=before + window + after + ("c" if biased else ""),
-        lengths={"g": int(bound.values["groups"])},
-        linear="input bias | weight bias" if biased else "input | weight",
-        localize=_local_transposed_groups,
-    )
 
 
 def _local_transposed_groups(local: LocalCall) -> Localized:
@@ -190,6 +178,10 @@ CONTRACTIONS = [
     derived(_einsum, aten.einsum),
     derived(_convolution, aten.conv1d, aten.conv2d, aten.conv3d),
     derived(_convolution, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
-    derived(_transposed_convolution, aten.conv_transpose1d, aten.conv_transpose2d.input),
-    derived(_transposed_convolution, aten.conv_transpose3d.input),
+    derived(
+        functools.partial(_convolution, transposed=True),
+        aten.conv_transpose1d,
+        aten.conv_transpose2d.input,
+    ),
+    derived(functools.partial(_convolution, transposed=True), aten.conv_transpose3d.input),
 ]
