@@ -26,7 +26,7 @@ from msc.report import CompileReport
 from msc.runtime.state import RankState
 from msc.runtime.virtual import VirtualExecutor
 from msc.saved_tensors import SavedTensors, held_indices
-from msc.step_result import StepResult
+from msc.step_result import StepResult, put_together
 
 if TYPE_CHECKING:
     from msc.capture import Captured
@@ -299,33 +299,12 @@ class Program:
         outputs = self._virtual.run(arguments)
         for rank in ranks:
             state[rank].advance(self.rank_graph(rank), outputs[rank])
-        grads: dict[str, Tensor] = {}
-        params: dict[str, Tensor] = {}
-        gradient_maps = [
-            dict(
-                zip(
-                    self.rank_graph(rank).meta["gradients"], outputs[rank]["gradients"], strict=True
-                )
-            )
-            for rank in ranks
-        ]
-        for name, layout in self.parameters.items():
-            if not layout.stages:
-                params[name] = self.read_parameter(name).clone()
-                continue
-            owners = layout.owners(self.mesh)
-            params[name] = layout.whole(
-                [state[r].parameters[name] for r in owners], self.mesh
-            ).clone()
-            if all(name in gradient_maps[r] for r in owners):
-                grads[name] = layout.whole([gradient_maps[r][name] for r in owners], self.mesh)
-        buffers = {
-            name: state[layout.writer(self.mesh)].buffers[name].clone()
-            for name, layout in self.buffers.items()
-            if layout.stage is not None
-        }
-        norm = outputs[0].get("grad_norm")
-        return StepResult(outputs[0]["loss"], grads, params, state, norm, buffers)
+        result = put_together(
+            self.mesh, self.rank_graph, self.parameters, self.buffers, state, outputs
+        )
+        unread = [name for name, layout in self.parameters.items() if not layout.stages]
+        result.params.update({name: self.read_parameter(name).clone() for name in unread})
+        return result
 
     def state_dict(
         self, values: Mapping[str, Tensor] | StepResult | None = None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
+from msc.ir.layout import BufferLayout, ParameterLayout
+from msc.ir.mesh import Mesh
 from msc.runtime.state import RankState
 
 
@@ -25,3 +29,37 @@ class StepResult:
     state: list[RankState] = field(repr=False)
     grad_norm: Tensor | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def put_together(
+    mesh: Mesh,
+    rank_graph: Callable[[int], fx.GraphModule],
+    parameters: Mapping[str, ParameterLayout],
+    buffers: Mapping[str, BufferLayout],
+    state: list[RankState],
+    outputs: Sequence[Mapping[str, Any]],
+) -> StepResult:
+    """Whole tensors from the outputs and the advanced states of all ranks.
+
+    `params` lacks the parameters that no stage reads.
+    """
+    grads: dict[str, Tensor] = {}
+    params: dict[str, Tensor] = {}
+    held = [
+        dict(zip(rank_graph(rank).meta["gradients"], output["gradients"], strict=True))
+        for rank, output in enumerate(outputs)
+    ]
+    for name, layout in parameters.items():
+        if not layout.stages:
+            continue
+        owners = layout.owners(mesh)
+        params[name] = layout.whole([state[r].parameters[name] for r in owners], mesh).clone()
+        if all(name in held[r] for r in owners):
+            grads[name] = layout.whole([held[r][name] for r in owners], mesh)
+    written = {
+        name: state[layout.writer(mesh)].buffers[name].clone()
+        for name, layout in buffers.items()
+        if layout.stage is not None
+    }
+    norm = outputs[0].get("grad_norm")
+    return StepResult(outputs[0]["loss"], grads, params, state, norm, written)
