@@ -34,22 +34,22 @@ class BuildChunks(UnitPass):
         chunk_of = {index: chunk for chunk, run in enumerate(runs) for index in run}
         _record_stages(unit, chunk_of)
         received = crossing(instances, chunk_of, stages)
+        written = _written(unit, chunk_of, stages)
         for variant in unit.variants:
-            _build(unit, variant, chunk_of, [[instances[i] for i in run] for run in runs], received)
+            _build(unit, variant, [[instances[i] for i in run] for run in runs], received, written)
         return sum(len(variant.chunks) for variant in unit.variants)
 
 
 def _build(
     unit: Compilation,
     variant: Variant,
-    chunk_of: dict[int, int],
     runs: list[list[Instance]],
     received: list[list[Key]],
+    written: list[dict[str, Source]],
 ) -> None:
     """The chunks of the ranks of a variant."""
     for name, programs in variant.differentiated.items():
         variant.blocks[name] = Block(programs, variant.local[name].coordinates)
-    written = _written(unit, variant, chunk_of, len(runs))
     chunks: list[Chunk] = []
     gradients_below: list[Key] = []
     for index in reversed(range(len(runs))):
@@ -57,7 +57,7 @@ def _build(
             index,
             runs[index],
             variant.blocks,
-            _prelude(unit, variant, runs[index], written[index]),
+            _prelude(unit, runs[index], written[index]),
             received[index],
             received[index + 1] if index + 1 < len(runs) else [],
             gradients_below,
@@ -116,9 +116,7 @@ def _record_stages(unit: Compilation, chunk_of: dict[int, int]) -> None:
         stages.sort()
 
 
-def _written(
-    unit: Compilation, variant: Variant, chunk_of: dict[int, int], stages: int
-) -> list[dict[str, Source]]:
+def _written(unit: Compilation, chunk_of: dict[int, int], stages: int) -> list[dict[str, Source]]:
     """For each chunk the buffers that it writes: all of its own, and those that it reads.
 
     Raises `PlanError` where a stage reads what a layer of another stage writes.
@@ -127,7 +125,7 @@ def _written(
     reads: list[set[str]] = []
     for stage in range(stages):
         own = [instance for instance in instances if chunk_of[instance.index] == stage]
-        nodes = placeholders(_prelude(unit, variant, own, {}).gm)
+        nodes = placeholders(_prelude(unit, own, {}).gm)
         reads.append({node.meta["name"] for node in nodes if node.meta["kind"] == "buffer"})
     written: list[dict[str, Source]] = [{} for _ in range(stages)]
     for name, source in unit.structure.buffers.items():
@@ -146,11 +144,9 @@ def _written(
     return written
 
 
-def _prelude(
-    unit: Compilation, variant: Variant, instances: list[Instance], written: dict[str, Source]
-) -> Prelude:
+def _prelude(unit: Compilation, instances: list[Instance], written: dict[str, Source]) -> Prelude:
     """The part of the prelude that a chunk's instances read, and that it writes to buffers."""
-    whole = variant.local["prelude"].gm
+    whole = unit.local_prelude.gm
     sources = [*(s for i in instances for s in i.sources), *written.values()]
     used = {source.name for source in sources if source.kind == "prelude"}
     names = [name for name in unit.structure.prelude_outputs if name in used]

@@ -68,6 +68,8 @@ class Settings:
 class Variant:
     """What the passes make for the ranks of some tp coordinates, whose shards have equal shapes.
 
+    Prelude and prologue are whole over tp, so that all variants share them.
+
     coordinates: those on tp; the first stands for all. suffix: of the graphs' names, "" if there is
     one variant only.
     """
@@ -75,21 +77,10 @@ class Variant:
     coordinates: range
     suffix: str = ""
     local: dict[str, Partitioned] = field(default_factory=dict)
-    local_prologue: Partitioned | None = None
     value_meta: dict[Key, dict[str, Any]] = field(default_factory=dict)
     differentiated: dict[str, Differentiated] = field(default_factory=dict)
     blocks: dict[str, Block] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
-
-    def chunk_graphs(self, stage: int) -> dict[str, fx.GraphModule]:
-        """The graphs of one micro-batch on a stage, by name."""
-        chunk = self.chunks[stage]
-        found = {"forward": chunk.forward}
-        if chunk.backward is not None:
-            found["backward"] = chunk.backward
-        if self.local_prologue is not None and any(kind == "step" for kind, _ in chunk.others):
-            found["prologue"] = self.local_prologue.gm
-        return found
 
 
 class Compilation(Unit):
@@ -106,6 +97,8 @@ class Compilation(Unit):
     prelude_states: dict[str, State]
     placing: Placing | None
     placed: Placed | None
+    local_prelude: Partitioned
+    local_prologue: Partitioned | None
     variants: list[Variant]
     parameter_states: dict[str, dict[str, State]]
     stages_of: dict[str, list[int]]
@@ -121,6 +114,7 @@ class Compilation(Unit):
         self.prelude_states = {}
         self.placing = None
         self.placed = None
+        self.local_prologue = None
         self.variants = []
         self.parameter_states = {}
         self.notes: list[str] = []
@@ -143,7 +137,13 @@ class Compilation(Unit):
     def chunk_graphs(self, index: int) -> dict[str, fx.GraphModule]:
         """The graphs of one micro-batch by name, of the class of ranks `rank_graphs[index]`."""
         stage, variant = divmod(index, len(self.variants))
-        return self.variants[variant].chunk_graphs(stage)
+        chunk = self.variants[variant].chunks[stage]
+        found = {"forward": chunk.forward}
+        if chunk.backward is not None:
+            found["backward"] = chunk.backward
+        if self.local_prologue is not None and any(kind == "step" for kind, _ in chunk.others):
+            found["prologue"] = self.local_prologue.gm
+        return found
 
     def class_of(self, rank: int) -> int:
         """The index in `rank_graphs` of a rank's graph."""

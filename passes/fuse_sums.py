@@ -19,7 +19,7 @@ from torch import fx
 
 from msc.ir.ops.linear import LINEAR_DGRAD
 from msc.ir.passes import GraphPass
-from msc.ir.values import tensor_of
+from msc.ir.values import carry, tensor_of
 
 add = torch.ops.aten.add.Tensor
 
@@ -42,7 +42,7 @@ class FuseSums(GraphPass):
                 continue
             left, right = node.args
             product, other = (right, left) if _fusible(right) else (left, right)
-            if _fusible(product) and _alike(other, node) and other is not product:
+            if _fusible(product) and _alike(product, node) and _alike(other, node):
                 self._fuse(gm, node, product, other)
                 changes += 1
         return changes
@@ -52,10 +52,8 @@ class FuseSums(GraphPass):
         transposed = rest[0] if rest else product.kwargs.get("transposed", False)
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(LINEAR_DGRAD, (gradient, weight, transposed, other))
-        new.meta = {**product.meta, **node.meta}
-        for key in ("module_path", "source"):
-            if key in product.meta:
-                new.meta[key] = product.meta[key]
+        new.meta = dict(node.meta)
+        carry(product, new)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
         gm.graph.erase_node(product)

@@ -53,6 +53,7 @@ class _Scheduler:
         self.nodes = nodes
         self.cost = settings.cost
         self.mesh = settings.mesh
+        self.position = {node: index for index, node in enumerate(nodes)}
         self.left = dict.fromkeys(nodes)  # not placed yet, in the old order
         self.order: list[fx.Node] = []
 
@@ -73,11 +74,10 @@ class _Scheduler:
             if each in self.left and each not in needed:
                 needed.add(each)
                 stack.extend(each.all_input_nodes)
-        for each in [n for n in self.left if n in needed]:
-            if each in self.left:
-                if each.target in WAITS:
-                    self._hide(each, needed)
-                self._append(each)
+        for each in sorted(needed, key=self.position.__getitem__):
+            if each.target in WAITS:
+                self._hide(each, needed)
+            self._append(each)
 
     def _append(self, node: fx.Node) -> None:
         del self.left[node]

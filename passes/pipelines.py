@@ -52,16 +52,10 @@ class Differentiate(UnitPass):
         done: dict[int, Differentiated] = {}  # blocks that are alike on several variants
         for variant in unit.variants:
             for name, local in variant.local.items():
-                if name == "prelude":
-                    continue
                 if id(local) not in done:
                     done[id(local)] = self._block(unit, name, variant.suffix, local)
                 variant.differentiated[name] = done[id(local)]
-        first = unit.variants[0]
-        for name, shared in (
-            ("prelude", first.local["prelude"]),
-            ("prologue", first.local_prologue),
-        ):
+        for name, shared in (("prelude", unit.local_prelude), ("prologue", unit.local_prologue)):
             if shared is not None:
                 shared.gm = differentiate(shared.gm, unit.fake_mode, with_backward=False).forward
                 unit.graphs[name] = shared.gm

@@ -118,7 +118,7 @@ class _Builder:
                     placeholder = self._placeholder(f"{moment}_{node.name}", meta)
                     self.inputs["optimizer", f"{moment}.{name}"] = placeholder
         needed = list(self.chunk.others)
-        prologue = self.variant.local_prologue
+        prologue = self.unit.local_prologue
         if prologue is not None and any(kind == "step" for kind, _ in needed):
             needed += [(n.meta["kind"], n.meta["name"]) for n in placeholders(prologue.gm)]
         sources = {
@@ -195,7 +195,7 @@ class _Builder:
     # -- the step
 
     def _prologue(self) -> None:
-        prologue = self.variant.local_prologue
+        prologue = self.unit.local_prologue
         if prologue is None or not any(kind == "step" for kind, _ in self.chunk.others):
             return
         args = []

@@ -50,15 +50,12 @@ class Shard(UnitPass):
                     unit.graphs[name + variant.suffix] = variant.local[name].gm
                 else:
                     variant.local[name] = first.local[name]
-        first.local["prelude"] = _shard_prelude(unit)
-        unit.graphs["prelude"] = first.local["prelude"].gm
-        if unit.prologue is not None:
-            first.local_prologue = _shard_prologue(unit, unit.prologue)
-            unit.graphs["prologue"] = first.local_prologue.gm
-        for variant in unit.variants:
-            variant.local["prelude"] = first.local["prelude"]
-            variant.local_prologue = first.local_prologue
             _record_values(unit, variant)
+        unit.local_prelude = _shard_prelude(unit)
+        unit.graphs["prelude"] = unit.local_prelude.gm
+        if unit.prologue is not None:
+            unit.local_prologue = _shard_prologue(unit, unit.prologue)
+            unit.graphs["prologue"] = unit.local_prologue.gm
         _record_parameters(unit)
         return unit.lines_changed(before)
 

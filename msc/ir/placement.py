@@ -84,6 +84,7 @@ class Shard(Split):
 
     dim: int = 0
 
+    # written out, so that the dim comes first, as in torch's placements
     def __init__(self, dim: int, segments: Segments = 1, unit: int = 0) -> None:
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "segments", segments)

@@ -63,6 +63,15 @@ def test_numbers_are_kept(count: int, transposed: bool, kept: bool) -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_a_product_that_is_spread_stays() -> None:
+    """Its rows are fewer than those of the sum."""
+    build = Forward()
+    w, g, x = build.parameter("w", 6, 8), build.input("g", 1, 6), build.input("x", 4, 8)
+    product = build.call(LINEAR_DGRAD, g, w, False)
+    gm = build.done(build.call(ATEN.add.Tensor, x, product))
+    assert FuseSums().run(gm, None) == 0
+
+
 def test_a_total_of_another_layout_is_not_written_to() -> None:
     generator = torch.Generator().manual_seed(0)
     gy, w, total = (torch.randn(s, generator=generator) for s in ((4, 6), (6, 8), (8, 4)))
