@@ -85,9 +85,9 @@ class Batches:
 
     def _rows(self, data: RowSource, step: int) -> dict[str, Tensor]:
         program, rank = self._program, self._rank
-        first, count = batch_rows(program, rank)
-        parts = [_with_rows(layout, count) for layout in program.inputs]
-        batch = data.rows(step, range(first, first + count))
+        indices = batch_rows(program, rank)
+        parts = [_with_rows(layout, len(indices)) for layout in program.inputs]
+        batch = data.rows(step, indices)
         supply = iter(parts)
         spec = program.input_spec
         leaves = tuple(
@@ -99,7 +99,7 @@ class Batches:
         try:
             tensors = dataclasses.replace(spec, leaves=leaves).flatten(batch)
         except InputError as error:
-            error.add_note(f"in what rows({step}, {count} indices) gave to rank {rank}")
+            error.add_note(f"in what rows({step}, {len(indices)} indices) gave to rank {rank}")
             raise
         tensors = program.cast(tensors)
         return self._move({p.name: t for p, t in zip(parts, tensors, strict=True)})
@@ -108,11 +108,11 @@ class Batches:
         return {n: t.to(self._device) for n, t in inputs.items() if n in self._wanted}
 
 
-def batch_rows(program: Program, rank: int) -> tuple[int, int]:
-    """The first row of the global batch that `rank` works on, and their number."""
+def batch_rows(program: Program, rank: int) -> list[int]:
+    """The rows of the global batch that `rank` works on, micro-batch after micro-batch."""
     size = next(i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None)
-    count = size // program.mesh.axis_size("dp")
-    return program.mesh.coordinate(rank).get("dp", 0) * count, count
+    rows = InputLayout("rows", (size,), torch.int64, 0)
+    return rows.local(torch.arange(size), program.mesh, rank, program.micro_batches).tolist()
 
 
 def _with_rows(layout: InputLayout, count: int) -> InputLayout:

@@ -275,8 +275,8 @@ def _written_buffers(captured: Captured) -> list[str]:
         return []
     shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return [
-        f"The forward writes these buffers: {shown}. Each micro-batch, which is the same part of "
-        "every dp rank's rows, updates them once, in order, as gradient accumulation does."
+        f"The forward writes these buffers: {shown}. Each micro-batch updates them once, in order, "
+        "from the rows of all dp ranks, as gradient accumulation on one device does."
     ]
 
 

@@ -152,7 +152,7 @@ class Program:
         """A rank's rows of a global batch, checked against what was compiled."""
         tensors = self.flatten(batch)
         return {
-            layout.name: layout.local(tensor, self.mesh, rank)
+            layout.name: layout.local(tensor, self.mesh, rank, self.micro_batches)
             for layout, tensor in zip(self.inputs, tensors, strict=True)
         }
 

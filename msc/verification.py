@@ -197,18 +197,12 @@ class Reference:
         return values
 
     def _rows(self, tensors: list[Tensor], part: int) -> list[Tensor]:
-        """The rows of all dp ranks' micro-batch `part`."""
-        if self.parts == 1:
-            return tensors
-        dp = self.program.mesh.axis_size("dp")
-        found = []
-        for layout, tensor in zip(self.program.inputs, tensors, strict=True):
-            dim = layout.batch_dim
-            if dim is not None:
-                ranks = tensor.chunk(dp, dim)
-                tensor = torch.cat([r.chunk(self.parts, dim)[part] for r in ranks], dim)
-            found.append(tensor)
-        return found
+        """The rows of micro-batch `part`."""
+        dims = [layout.batch_dim for layout in self.program.inputs]
+        return [
+            tensor if dim is None else tensor.chunk(self.parts, dim)[part]
+            for tensor, dim in zip(tensors, dims, strict=True)
+        ]
 
     def _loss(
         self,

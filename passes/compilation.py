@@ -51,10 +51,12 @@ class Settings:
 
     @property
     def batch_axes(self) -> tuple[Axis, ...]:
-        """The axes that split the batch, major to minor; mb only where samples are separable."""
-        axes = [Axis("dp", self.mesh.axis_size("dp"))]
-        if self.separable:
-            axes.append(Axis("mb", self.micro_batches))
+        """The axes that split the batch, major to minor; mb only where samples are separable.
+
+        dp splits each micro-batch, so that a micro-batch has the same samples on every mesh.
+        """
+        axes = [Axis("mb", self.micro_batches)] if self.separable else []
+        axes.append(Axis("dp", self.mesh.axis_size("dp")))
         return tuple(axis for axis in axes if axis.size > 1)
 
     @property

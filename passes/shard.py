@@ -175,7 +175,7 @@ def _whole_strategy(like: Strategy) -> Strategy:
 
 
 def _shard_prologue(unit: Compilation, gm: fx.GraphModule) -> Partitioned:
-    """All rows of a rank at once: the batch is sharded over dp alone, and results are whole."""
+    """All rows of a rank at once: dp splits each micro-batch of the batch; results are whole."""
     settings = unit.settings
     axes = tuple(axis for axis in settings.batch_axes if axis.name == "dp")
     size = axes[0].size if axes else 1
@@ -183,7 +183,7 @@ def _shard_prologue(unit: Compilation, gm: fx.GraphModule) -> Partitioned:
     if axes:
         dims = settings.batch_dims
         inputs = {
-            node: sharded(dim)
+            node: sharded(dim, settings.micro_batches)
             for node in placeholders(gm)
             if node.meta["kind"] == "input" and (dim := dims.get(node.meta["name"])) is not None
         }

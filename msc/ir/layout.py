@@ -112,10 +112,13 @@ class InputLayout:
     dtype: torch.dtype
     batch_dim: int | None
 
-    def local(self, whole: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
-        """The rows that `rank` works on: its dp coordinate's share of the batch."""
+    def local(self, whole: torch.Tensor, mesh: Mesh, rank: int, micro_batches: int) -> torch.Tensor:
+        """The rows that `rank` works on: its dp coordinate's part of each micro-batch.
+
+        A micro-batch has the rows that it has on one device, on every mesh.
+        """
         size = mesh.axis_size("dp")
         if self.batch_dim is None or size == 1:
             return whole
-        rows = whole.shape[self.batch_dim] // size
-        return whole.narrow(self.batch_dim, mesh.coordinate(rank)["dp"] * rows, rows)
+        placement = Shard(self.batch_dim, micro_batches)
+        return shard_of(whole, placement, size, mesh.coordinate(rank)["dp"])

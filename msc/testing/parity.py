@@ -189,7 +189,7 @@ def _run_parallel(unit: Compilation, values: Mapping[str, Tensor], seed: int) ->
                 whole = values[f"input {name}"]
                 dim = unit.settings.batch_dims[name]
                 layout = InputLayout(name, tuple(whole.shape), whole.dtype, dim)
-                inputs[name] = layout.local(whole, mesh, rank)
+                inputs[name] = layout.local(whole, mesh, rank, unit.settings.micro_batches)
         return RankState(parameters, buffers, seed=seed).arguments(graph(rank), inputs)
 
     results = VirtualExecutor(mesh, graph).run([arguments(rank) for rank in range(mesh.size)])

@@ -71,7 +71,7 @@ def test_inputs_are_split_over_dp() -> None:
     whole = torch.arange(8).view(4, 2)
 
     def local(dim: int | None, rank: int) -> list[list[int]]:
-        found = InputLayout("x", (4, 2), torch.int64, dim).local(whole, mesh, rank)
+        found = InputLayout("x", (4, 2), torch.int64, dim).local(whole, mesh, rank, 1)
         rows: list[list[int]] = found.tolist()
         return rows
 
@@ -84,6 +84,13 @@ def test_ranks_that_differ_on_tp_read_the_same_rows() -> None:
     whole = torch.arange(8).view(4, 2)
     mesh = Mesh.parse("dp=2,tp=2")
     found = InputLayout("x", (4, 2), torch.int64, 0)
-    rows = [found.local(whole, mesh, rank).tolist() for rank in range(4)]
+    rows = [found.local(whole, mesh, rank, 1).tolist() for rank in range(4)]
     assert rows[0] == rows[1] == [[0, 1], [2, 3]]
     assert rows[2] == rows[3] == [[4, 5], [6, 7]]
+
+
+def test_dp_splits_each_micro_batch() -> None:
+    mesh = Mesh.parse("dp=2")
+    found = InputLayout("x", (8,), torch.int64, 0)
+    rows = [found.local(torch.arange(8), mesh, rank, 2).tolist() for rank in range(2)]
+    assert rows == [[0, 1, 4, 5], [2, 3, 6, 7]]

@@ -199,7 +199,8 @@ def step(unit: Compilation, values: Mapping[str, Tensor]) -> tuple[list[Tensor],
         value = values[node.meta["name"]]
         if node.meta["kind"] == "input":
             dim = unit.settings.batch_dims[node.meta["name"]]
-            return InputLayout("", tuple(value.shape), value.dtype, dim).local(value, mesh, rank)
+            layout_of_input = InputLayout("", tuple(value.shape), value.dtype, dim)
+            return layout_of_input.local(value, mesh, rank, unit.settings.micro_batches)
         assert node.meta["kind"] in ("parameter", "buffer")
         return layouts[node.meta["name"]].local(value, mesh, rank)
 

@@ -96,10 +96,10 @@ def test_a_count_moves_to_the_prologue_over_time() -> None:
     assert_text(
         unit.graphs["prelude"],
         """
-%x: f64[4,8]{dp:S0,mb:S0} = input "x"
-%labels: i64[4,8]{dp:S0,mb:S0} = input "labels"
+%x: f64[4,8]{mb:S0,dp:S0} = input "x"
+%labels: i64[4,8]{mb:S0,dp:S0} = input "labels"
 %sum_default_1_whole: i64[] = step "sum_default_1"  # loss
-%ne_scalar: bool[4,8]{dp:S0,mb:S0} = aten.ne.Scalar(%labels, 1)
+%ne_scalar: bool[4,8]{mb:S0,dp:S0} = aten.ne.Scalar(%labels, 1)
 return (%x, %ne_scalar, %sum_default_1_whole)
 """,
     )
@@ -117,8 +117,8 @@ return (%sum_default_1,)
     assert_text(
         through_shard.graphs["prologue"],
         """
-%labels: i64[2,8]{dp:S0} = input "labels"
-%ne_scalar: bool[2,8]{dp:S0} = aten.ne.Scalar(%labels, 1)
+%labels: i64[2,8]{dp:S0/2} = input "labels"
+%ne_scalar: bool[2,8]{dp:S0/2} = aten.ne.Scalar(%labels, 1)
 %sum_default: i64[]{dp:P} = aten.sum(%ne_scalar)  # loss
 %all_reduce_default: i64[] = msc.all_reduce(%sum_default, 'sum', 'dp', 2, 'all_reduce')  # loss
 return (%all_reduce_default,)
@@ -161,14 +161,14 @@ def test_a_constant_is_computed_in_parts_where_every_reader_slices_it() -> None:
     assert_text(
         unit.graphs["prelude"],
         """
-%x: f64[1,8]{dp:S0,mb:S0} = input "x"
-%coordinate_dp: i64[] = coordinate "dp"
+%x: f64[1,8]{mb:S0,dp:S0} = input "x"
 %coordinate_mb: i64[] = coordinate "mb"
+%coordinate_dp: i64[] = coordinate "dp"
 %arange_default: f64[4] = aten.arange(4, dtype=f64)
-%shard_default: f64[2]{dp:S0} = msc.shard(%arange_default, 0, [2], 'dp', 2, %coordinate_dp, 'pad')
-%shard_default_1: f64[1]{dp:S0,mb:S0} = msc.shard(%shard_default, 0, [1], 'mb', 2,\
- %coordinate_mb, 'pad')
-%unsqueeze_default_1: f64[1,1]{dp:S0,mb:S0} = aten.unsqueeze(%shard_default_1, 1)
+%shard_default: f64[2]{mb:S0} = msc.shard(%arange_default, 0, [2], 'mb', 2, %coordinate_mb, 'pad')
+%shard_default_1: f64[1]{mb:S0,dp:S0} = msc.shard(%shard_default, 0, [1], 'dp', 2,\
+ %coordinate_dp, 'pad')
+%unsqueeze_default_1: f64[1,1]{mb:S0,dp:S0} = aten.unsqueeze(%shard_default_1, 1)
 return (%x, %unsqueeze_default_1)
 """,
     )
@@ -192,7 +192,7 @@ def test_a_constant_stays_whole_where_one_reader_needs_all_of_it() -> None:
     assert unit.structure.prelude_outputs == ["x", "unsqueeze_default"]
     local = text(unit.graphs["block0"])
     assert '%unsqueeze_default: f64[4,1] = prelude "unsqueeze_default"' in local
-    assert "msc.shard(%unsqueeze_default, 0, [2], 'dp', 2, %coordinate_dp, 'pad')" in local
+    assert "msc.shard(%unsqueeze_default, 0, [2], 'mb', 2, %coordinate_mb, 'pad')" in local
     assert_parity(used_whole_and_sliced(), "dp=2", 2)
 
 
