@@ -23,6 +23,7 @@ from msc.ir.optimizer import AdamW
 from msc.ir.passes import Pass
 from msc.ir.placement import Shard
 from msc.ir.plan import Plan
+from msc.ir.rewrites import Rewrite
 from msc.ir.structure import output_nodes
 from msc.passes.compilation import Compilation, Settings
 from msc.passes.pipelines import TRAIN
@@ -54,6 +55,7 @@ def compile(
     backend: str = "aten",
     pins: Mapping[str, Mapping[str, Any]] | None = None,
     plan: Plan | str | Path | None = None,
+    rewrites: Sequence[Rewrite] = (),
 ) -> Program:
     """Compile a single-device model into one program per rank of `mesh`.
 
@@ -81,6 +83,7 @@ def compile(
             the search must keep, by patterns of parameter names.
         plan: `program.plan` of an earlier compilation, or the file where it was saved: placements
             are taken from it, and nothing is searched.
+        rewrites: changes of the model's mathematics, in order; `report.rewrites` lists each place.
 
     Raises:
         CaptureError: the model is not one graph; names the user's line.
@@ -93,6 +96,7 @@ def compile(
     pipeline = TRAIN.with_user_passes(passes or {})
     wanted = parse_pins(pins, settings.mesh)
     settings = replace(settings, plan=None if plan is None else Plan.load(plan))
+    settings = replace(settings, rewrites=as_rewrites(rewrites))
     started = time.process_time()
     captured = capture(model, inputs, loss_fn=loss_fn, batch_dims=batch_dims, dtype=dtype)
     seconds = time.process_time() - started
@@ -172,6 +176,16 @@ def _settings(
         cost=cost,
         memory=memory,
     )
+
+
+def as_rewrites(given: Any) -> tuple[Rewrite, ...]:
+    """The rewrites as a tuple; `UserError` for what is none."""
+    if not isinstance(given, (list, tuple)):
+        raise UserError(f"rewrites is a {type(given).__name__}; it is a list of rewrites.")
+    for each in given:
+        if not isinstance(each, Rewrite):
+            raise UserError(f"rewrites has {each!r}; each is an instance of a rewrite.")
+    return tuple(given)
 
 
 def _require_bytes(memory: float | None) -> None:

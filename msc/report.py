@@ -30,6 +30,7 @@ class CompileReport:
     replicated: parameters with two or more dims that every tp rank holds whole.
     notes: what the compiler did otherwise than a user might expect.
     cpu_seconds: pass -> seconds; "capture" is the first.
+    rewrites: each place that a rewrite looked at: what was done, or why it was left alone.
     """
 
     sharded: Mapping[str, Mapping[str, float]]
@@ -42,6 +43,7 @@ class CompileReport:
     instances: int = 0
     chunks: tuple[tuple[str, ...], ...] = ()
     search_cost: float = 0.0
+    rewrites: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; without times, so that equal programs have equal reports."""
@@ -54,6 +56,7 @@ class CompileReport:
             "distinct_blocks": self.distinct_blocks,
             "instances": self.instances,
             "chunks": [list(chunk) for chunk in self.chunks],
+            "rewrites": list(self.rewrites),
         }
 
 
@@ -76,6 +79,7 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
             for chunk in unit.variants[0].chunks
         ),
         search_cost=unit.placed.cost if unit.placed else 0.0,
+        rewrites=tuple(map(str, unit.findings)),
     )
 
 

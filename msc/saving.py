@@ -304,6 +304,7 @@ def _report(data: Mapping[str, Any]) -> CompileReport:
         distinct_blocks=data["distinct_blocks"],
         instances=data["instances"],
         chunks=tuple(tuple(chunk) for chunk in data["chunks"]),
+        rewrites=tuple(data["rewrites"]),
         search_cost=data["search_cost"],
     )
 

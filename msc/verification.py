@@ -12,10 +12,11 @@ from torch import Tensor, fx, nn
 from msc.capture import Captured, capture
 from msc.capture.captured import has_values
 from msc.capture.loss import LossFunction, LossModule
+from msc.compiler import as_rewrites, per_micro_batch
 from msc.compiler import compile as compile_program
-from msc.compiler import per_micro_batch
 from msc.ir.errors import UserError
 from msc.passes.normalize import NORMALIZE
+from msc.passes.rewrites.apply import apply_rewrites
 from msc.program import Program
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -159,6 +160,7 @@ class Reference:
             whole = capture(model, part, dtype=program.dtype, **known)
         for each in NORMALIZE:
             each.run(whole.graph, None)
+        apply_rewrites(whole.graph, as_rewrites(options.get("rewrites", ())))
         whole.graph.recompile()
         self.graph = whole.graph
         self.buffers: dict[str, Tensor] = {}

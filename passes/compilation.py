@@ -17,6 +17,7 @@ from msc.ir.passes import Unit
 from msc.ir.placement import State
 from msc.ir.plan import Plan
 from msc.ir.printer import format_graph
+from msc.ir.rewrites import Finding, Rewrite
 from msc.ir.structure import Structure
 from msc.passes.chunks import Block, Chunk, Key
 from msc.passes.differentiate import Differentiated
@@ -33,7 +34,7 @@ class Settings:
     """The options that the passes read.
 
     memory: bytes per rank, None without a bound. pinned: the user's pins by parameter; plan:
-    placements to apply instead of searching.
+    placements to apply instead of searching; rewrites: changes of the mathematics, in order.
     """
 
     mesh: Mesh
@@ -48,6 +49,7 @@ class Settings:
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     pinned: Pinned = field(default_factory=dict)
     plan: Plan | None = None
+    rewrites: tuple[Rewrite, ...] = ()
 
     @property
     def batch_axes(self) -> tuple[Axis, ...]:
@@ -120,6 +122,7 @@ class Compilation(Unit):
         self.variants = []
         self.parameter_states = {}
         self.notes: list[str] = []
+        self.findings: list[Finding] = []
         self.stages_of = {}
         self.input_shapes = {}
         self.rank_graphs = []

@@ -20,6 +20,7 @@ from msc.passes.overlap import Overlap
 from msc.passes.place import Place
 from msc.passes.rank_graph import build_rank_graph
 from msc.passes.reduce_early import ReduceEarly
+from msc.passes.rewrites.apply import ApplyRewrites
 from msc.passes.shard import Shard
 from msc.passes.shard_batch import ShardBatch
 from msc.passes.sharding.partition import Partitioned
@@ -110,6 +111,7 @@ class CheckCommunication(UnitPass):
 TRAIN = Pipeline(
     [
         *NORMALIZE,
+        ApplyRewrites(),  # on one device's view of the model, before its layers are deduplicated
         Cut(),  # first, so that everything after it is done once for each distinct block
         ShardBatch(),  # forced, hence before the search, which then sees local sizes
         Place(),

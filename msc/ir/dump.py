@@ -42,15 +42,23 @@ class Dump:
         self._list(f"{place(0, self._passes)}  the program as captured   00_capture.txt")
 
     def after(
-        self, number: int, record: PassRecord, texts: Mapping[str, str], changed: bool
+        self,
+        number: int,
+        record: PassRecord,
+        texts: Mapping[str, str],
+        changed: bool,
+        remarks: Sequence[str] = (),
     ) -> None:
-        """Note pass `number`, counted from 1, and the program if the pass changed it."""
+        """Note pass `number`, counted from 1, what it has to say, and the program if it changed."""
         line = summary(number, self._passes, record)
         if changed:
             name = f"{number:02d}_{record.name}.txt"
-            self._keep(name, program_text(texts))
+            said = "".join(f"# {remark}\n" for remark in remarks)
+            self._keep(name, said + program_text(texts))
             line = f"{line}   {name}"
         self._list(line)
+        for remark in remarks:
+            self._list(f"        {remark}")
 
     def write(self, folder: Path) -> None:
         """Write all files to another folder."""

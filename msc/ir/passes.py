@@ -39,6 +39,7 @@ class Unit:
     """What a pipeline works on: named graphs ("forward", "block.0", "rank.0"), and its records.
 
     dump: the program after each pass of the last run.
+    remarks: what the running pass has to say, for the dump.
 
     The front end subclasses it and adds what its passes share.
     """
@@ -50,6 +51,11 @@ class Unit:
         self.graphs = dict(graphs)
         self.log = []
         self.dump: Dump | None = None
+        self.remarks: list[str] = []
+
+    def remark(self, *lines: str) -> None:
+        """Add lines to what the dump says of the running pass."""
+        self.remarks += lines
 
     @property
     def num_nodes(self) -> int:

@@ -62,6 +62,7 @@ class _Run:
         this = self._passes[number - 1]
         where = f"pass {number} of {len(self._passes)}, {this.name}"
         before, nodes_before = self._texts, self._unit.num_nodes
+        self._unit.remarks.clear()
         start = time.process_time()
         with _named(where):
             reported = self._rewrite(this, where)
@@ -111,7 +112,7 @@ class _Run:
 
     def _report(self, number: int, record: PassRecord, changed: bool) -> None:
         assert self._unit.dump is not None
-        self._unit.dump.after(number, record, self._texts, changed)
+        self._unit.dump.after(number, record, self._texts, changed, self._unit.remarks)
         if flags.LOG.on:
             line = summary(number, self._passes, record)
             print(f"[msc] {line}   {1000 * record.cpu_seconds:.0f} ms", file=sys.stderr)

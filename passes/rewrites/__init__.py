@@ -1,0 +1,1 @@
+"""Rewrites that change a model's mathematics: one file for each."""
