@@ -42,7 +42,7 @@ class Model(nn.Module):
     def __init__(self, by: float = 1.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
         self.by = by
 
     def forward(self, x: Tensor) -> Tensor:
