@@ -31,7 +31,12 @@ if TYPE_CHECKING:
     from msc.ir.errors import UserError as UserError
     from msc.ir.errors import VerifyError as VerifyError
     from msc.ir.mesh import Mesh as Mesh
+    from msc.ir.optimizer import LAMB as LAMB
+    from msc.ir.optimizer import SGD as SGD
+    from msc.ir.optimizer import Adam as Adam
     from msc.ir.optimizer import AdamW as AdamW
+    from msc.ir.optimizer import LearningRate as LearningRate
+    from msc.ir.optimizer import ParameterGroup as ParameterGroup
     from msc.ir.pipeline import GraphPass as GraphPass
     from msc.ir.pipeline import Pass as Pass
     from msc.ir.pipeline import UnitPass as UnitPass
@@ -67,6 +72,11 @@ PUBLIC = {
     "Plan": "msc.ir.plan:Plan",
     "Cluster": "msc.cost:Cluster",
     "AdamW": "msc.ir.optimizer:AdamW",
+    "Adam": "msc.ir.optimizer:Adam",
+    "SGD": "msc.ir.optimizer:SGD",
+    "LAMB": "msc.ir.optimizer:LAMB",
+    "ParameterGroup": "msc.ir.optimizer:ParameterGroup",
+    "LearningRate": "msc.ir.optimizer:LearningRate",
     "Trainer": "msc.trainer:Trainer",
     "Pass": "msc.ir.pipeline:Pass",
     "GraphPass": "msc.ir.pipeline:GraphPass",

@@ -50,6 +50,17 @@ class Optimizer(StrEnum):
     """The optimizers that a rank's program can contain."""
 
     adamw = "adamw"
+    adam = "adam"
+    sgd = "sgd"
+    lamb = "lamb"
+
+
+_OPTIMIZERS = {
+    Optimizer.adamw: msc.AdamW,
+    Optimizer.adam: msc.Adam,
+    Optimizer.sgd: msc.SGD,
+    Optimizer.lamb: msc.LAMB,
+}
 
 
 Target = Annotated[
@@ -160,7 +171,7 @@ def compile_command(
             mesh=mesh,
             microbatches=microbatches,
             schedule=schedule,
-            optimizer=None if optimizer is None else msc.AdamW(),
+            optimizer=None if optimizer is None else _OPTIMIZERS[optimizer](),
             precision=None if precision is None else precision.value,
             cluster=cluster,
             memory=memory,

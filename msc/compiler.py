@@ -19,7 +19,7 @@ from msc.ir import flags
 from msc.ir.errors import PlanError, UserError
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout
 from msc.ir.mesh import Mesh
-from msc.ir.optimizer import AdamW
+from msc.ir.optimizer import Optimizer
 from msc.ir.passes import Pass
 from msc.ir.placement import Shard
 from msc.ir.plan import Plan
@@ -33,6 +33,7 @@ from msc.passes.sharding.pins import match_pins, parse_pins
 from msc.passes.sharding.plan_of import plan_of
 from msc.program import BACKENDS, Program
 from msc.report import make_report
+from msc.torch_optimizers import as_optimizer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 MIXED = "bf16-mixed"
@@ -44,7 +45,7 @@ def compile(
     *,
     mesh: str | Mapping[str, int] | Mesh = "",
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    optimizer: AdamW | None = None,
+    optimizer: Optimizer | torch.optim.Optimizer | None = None,
     microbatches: int = 1,
     schedule: str = "1f1b",
     cluster: Cluster | str | Path | Mapping[str, Any] | None = None,
@@ -67,7 +68,8 @@ def compile(
         mesh: `"pp=2,dp=2,tp=2"`, a dict, or `msc.Mesh`; one rank if left out.
         loss_fn: maps the model's output to the scalar loss; without it the model returns the loss,
             or an object or dict with `.loss`.
-        optimizer: `msc.AdamW(...)`, or None for loss and gradients only.
+        optimizer: `msc.AdamW`, `Adam`, `SGD` or `LAMB`, or torch's own of the first three on this
+            model's parameters, before its first step; None for loss and gradients only.
         microbatches: parts of each dp rank's batch that run one after the other.
         schedule: "1f1b" or "gpipe".
         cluster: an `msc.Cluster`, a mapping or a JSON file; costs are then seconds on it.
@@ -89,6 +91,7 @@ def compile(
         CaptureError: the model is not one graph; names the user's line.
         PlanError: mesh, batch, schedule, memory, pins or plan do not fit; says what to change.
     """
+    optimizer = as_optimizer(optimizer, model)
     settings = _settings(mesh, microbatches, schedule, optimizer, cluster, memory)
     _check_backend(backend)
     dtype, master = _dtype(precision)
@@ -103,6 +106,9 @@ def compile(
     check_batch(captured, settings)
     aliases = {name: (name, *info.aliases) for name, info in captured.parameters.items()}
     settings = replace(settings, pinned=match_pins(wanted, aliases))
+    if optimizer is not None:
+        named = {n: (aliases[n], len(info.shape)) for n, info in captured.parameters.items()}
+        settings = replace(settings, optimizers=optimizer.grouped(named))
     recipe = _recipe(model, captured)
     notes = [*captured.notes, *_buffers_without_values(captured, recipe)]
     notes += _written_buffers(captured)
@@ -154,17 +160,12 @@ def _settings(
     mesh: Any,
     microbatches: int,
     schedule: str,
-    optimizer: AdamW | None,
+    optimizer: Optimizer | None,
     cluster: Any,
     memory: float | None,
 ) -> Settings:
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise PlanError(f"microbatches is {microbatches!r}; it is a whole number of at least 1.")
-    if optimizer is not None and not isinstance(optimizer, AdamW):
-        raise PlanError(
-            f"optimizer is a {type(optimizer).__name__}; pass msc.AdamW(...), or None for loss and "
-            "gradients only."
-        )
     schedule_of(schedule)
     _require_bytes(memory)
     cost = CostModel(None if cluster is None else Cluster.load(cluster))

@@ -17,7 +17,7 @@ from msc.ir.errors import InputError, UserError
 from msc.ir.inline import inline
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout, class_names, rank_class
 from msc.ir.mesh import Mesh
-from msc.ir.optimizer import AdamW
+from msc.ir.optimizer import Optimizer
 from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_dump import write_dump
@@ -56,7 +56,7 @@ class Program:
         inputs: Sequence[InputLayout],
         input_spec: InputSpec,
         dtype: torch.dtype | None,
-        optimizer: AdamW | None,
+        optimizer: Optimizer | None,
         master: torch.dtype | None = None,
         micro_batches: int,
         separable: bool,
@@ -175,6 +175,19 @@ class Program:
         """The dtype in which the program holds a parameter."""
         dtype = self.master or self.dtype
         return dtype if dtype and layout.dtype.is_floating_point else layout.dtype
+
+    def optimizer_states(self) -> dict[str, list[str]]:
+        """The states that the optimizer keeps ("first_moment"), each with the parameters' names."""
+        if self.optimizer is None:
+            return {}
+        named = {n: ((n, *p.aliases), len(p.shape)) for n, p in self.parameters.items()}
+        grouped = self.optimizer.grouped(named)
+        found: dict[str, list[str]] = {}
+        for name, layout in self.parameters.items():
+            spec = grouped.get(name, self.optimizer)
+            for state in spec.state_names if layout.trainable else ():
+                found.setdefault(state, []).append(name)
+        return found
 
     def initial_state(self, rank: int, seed: int = 0) -> RankState:
         """A rank's shards of the model's parameters. `seed` keys all random numbers of training."""

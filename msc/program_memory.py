@@ -106,9 +106,16 @@ _SHARING: dict[Any, Callable[..., Any]] = {
     actions.micro_batch: lambda value, dim, index, count: value,
     actions.accumulate: _accumulated,
     actions.unflatten: lambda bucket, shapes: (bucket,) * len(shapes),
-    actions.adamw: lambda parameters, gradients, first, second, *rest: (parameters, first, second),
+    actions.adamw: lambda parameters, gradients, states, *rest: (parameters, states),
+    actions.adam: lambda parameters, gradients, states, *rest: (parameters, states),
+    actions.sgd: lambda parameters, gradients, states, *rest: (parameters, states),
+    actions.lamb: lambda parameters, sums, states, *rest: (parameters, states),
+    actions.lamb_sums: lambda parameters, gradients, states, *rest: (None, states),
     actions.send: lambda values, stage, channel: tuple(values),
     actions.wait: lambda token: token,
     _WAIT: lambda value: value,
 }
-"""Functions whose results are their operands' storages, and which; a token holds its message."""
+"""Functions whose results are their operands' storages, and which; a token holds its message.
+
+The sums of `lamb_sums`, two numbers for each parameter, count nothing.
+"""

@@ -55,11 +55,21 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, loss=f"{loss:.4f}", speed=speed)
         elif self._log and ((step - self._first) % self._every == 0 or step == self._last):
-            line = f"step {step}/{self._last}  loss {loss:.4f}  {speed}"
-            if self._log is True:
-                print(line, file=sys.stderr, flush=True)
-            else:
-                self._log(line)
+            self._show(f"step {step}/{self._last}  loss {loss:.4f}  {speed}")
+
+    def skipped(self, step: int, norm: float, count: int) -> None:
+        """Step `step` has changed no parameter: it is the `count`-th such step."""
+        line = f"step {step} skipped: the gradients' norm is {norm}; {count} skipped in all"
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            self._show(line)
+
+    def _show(self, line: str) -> None:
+        if self._log is True:
+            print(line, file=sys.stderr, flush=True)
+        elif self._log:
+            self._log(line)
 
 
 def _bar(done: int, last: int) -> Progress:

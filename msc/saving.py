@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -28,7 +28,7 @@ from msc.ir.encoding import Decoder, encode
 from msc.ir.errors import UserError
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout, class_names
 from msc.ir.mesh import Mesh
-from msc.ir.optimizer import AdamW
+from msc.ir.optimizer.saved import optimizer_from_json, optimizer_to_json
 from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_from_json, to_text
 from msc.program import Program
@@ -36,7 +36,7 @@ from msc.report import CompileReport
 from msc.saved_tensors import SavedTensors
 
 FORMAT = "msc program"
-VERSION = 1
+VERSION = 2
 PROGRAM = "program.json"
 TENSORS = "model.safetensors"
 
@@ -89,7 +89,7 @@ def load_program(folder: str | Path, rank: int | None = None) -> Program:
         input_spec=_input_spec(data["input_spec"]),
         dtype=_decode(data["dtype"]),
         master=_decode(data["master"]),
-        optimizer=_optimizer(data["optimizer"]),
+        optimizer=None if data["optimizer"] is None else optimizer_from_json(data["optimizer"]),
         micro_batches=data["micro_batches"],
         separable=data["separable"],
         backend=data["backend"],
@@ -171,7 +171,7 @@ def describe(program: Program) -> dict[str, Any]:
         "input_spec": _input_spec_data(program.input_spec),
         "dtype": encode(program.dtype),
         "master": encode(program.master),
-        "optimizer": _optimizer_data(program.optimizer),
+        "optimizer": None if program.optimizer is None else optimizer_to_json(program.optimizer),
         "micro_batches": program.micro_batches,
         "separable": program.separable,
         "backend": program.backend,
@@ -182,12 +182,6 @@ def describe(program: Program) -> dict[str, Any]:
         "values_digest": program.values_digest,
         "state_names": sorted(_state(program)),
     }
-
-
-def _optimizer_data(optimizer: AdamW | None) -> dict[str, Any] | None:
-    if optimizer is None:
-        return None
-    return {name: encode(value) for name, value in asdict(optimizer).items()}
 
 
 def _stored(program: Program) -> dict[str, str]:
@@ -288,10 +282,6 @@ def _input_spec(data: Mapping[str, Any]) -> InputSpec:
     structure = pytree.treespec_loads(json.dumps(data["structure"]))
     names = tuple(leaf["name"] for leaf in data["leaves"])
     return InputSpec(structure, data["keywords"], names, tuple(leaves))
-
-
-def _optimizer(data: Mapping[str, Any] | None) -> AdamW | None:
-    return None if data is None else AdamW(**{n: _decode(v) for n, v in data.items()})
 
 
 def _report(data: Mapping[str, Any]) -> CompileReport:

@@ -19,8 +19,9 @@ class StepResult:
 
     loss: of the global batch; grads, params: whole tensors by name (params after the optimizer's
     step, if there is an optimizer); state: what the next step starts from; grad_norm: the
-    global norm of `grads`, which are those before clipping, if the optimizer clips; buffers: those
-    that the forward writes, as it has left them.
+    global norm of `grads`, which are those before clipping, if the optimizer clips or skips;
+    buffers: those that the forward writes, as it has left them; skipped: how many steps up to this
+    one changed no parameter; learning_rate: that of the step, if it has a schedule.
     """
 
     loss: Tensor
@@ -29,6 +30,8 @@ class StepResult:
     state: list[RankState] = field(repr=False)
     grad_norm: Tensor | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    skipped: Tensor | None = None
+    learning_rate: Tensor | None = None
 
 
 def put_together(
@@ -61,5 +64,5 @@ def put_together(
         for name, layout in buffers.items()
         if layout.stage is not None
     }
-    norm = outputs[0].get("grad_norm")
-    return StepResult(outputs[0]["loss"], grads, params, state, norm, written)
+    told = {name: outputs[0].get(name) for name in ("grad_norm", "skipped", "learning_rate")}
+    return StepResult(outputs[0]["loss"], grads, params, state, buffers=written, **told)

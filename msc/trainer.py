@@ -31,7 +31,8 @@ class Trainer:
 
     losses: the loss of every step so far, of the whole global batch, equal on all ranks.
     grad_norms: the global norm of each step's gradients before clipping; empty unless the optimizer
-        clips (`max_norm`).
+        clips (`max_norm`) or skips steps (`skip_nonfinite`).
+    learning_rates: of every step so far, of parameters that are in no group with one of its own.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Trainer:
         self.program = program
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
+        self.learning_rates: list[float] = []
         self._log = log
         self._evaluation: tuple[fx.GraphModule, ProcessExecutor] | None = None
         self._job = join(program.mesh, device, timedelta(seconds=timeout_s))
@@ -100,8 +102,13 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """The number of steps taken."""
+        """The number of steps taken, skipped ones too."""
         return self._state.step
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of them changed no parameter, since their gradients were not finite."""
+        return int(self._state.skipped)
 
     # -- running
 
@@ -114,7 +121,8 @@ class Trainer:
         """
         self._check_open()
         _check_steps(steps)
-        if self.program.optimizer is None:
+        optimizer = self.program.optimizer
+        if optimizer is None:
             raise PlanError(
                 "This program has no optimizer, so training would change nothing. Compile with "
                 "optimizer=msc.AdamW(...)."
@@ -129,11 +137,16 @@ class Trainer:
                     inputs = self._batches.need(self.step, last)
                     outputs = self._executor.run(self._state.arguments(self._graph, inputs))
                     loss = float(outputs["loss"])
+                before = self.skipped_steps
                 self._state.advance(self._graph, outputs)
                 self.losses.append(loss)
                 if "grad_norm" in outputs:
                     self.grad_norms.append(float(outputs["grad_norm"]))
+                rate = outputs.get("learning_rate", optimizer.lr)
+                self.learning_rates.append(float(rate))
                 progress.step(self.step, loss)
+                if self.skipped_steps > before:
+                    progress.skipped(self.step, self.grad_norms[-1], self.skipped_steps)
 
     def evaluate(self, data: Data, steps: int | None = None) -> float:
         """The mean loss of the batches in `data`, at most `steps` of them.
@@ -196,21 +209,20 @@ class Trainer:
         return self.program.state_dict(found)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """`{"step", "first_moment", "second_moment"}`, the moments whole, by parameter name.
+        """`{"step": .., "first_moment": {"h.0.weight": ..}, ..}`: the optimizer's states, whole.
 
-        Gathered to every rank, on the CPU. A moment that no step has changed yet is zero.
+        Which there are depends on the optimizer (`state_names`), and on a parameter's group; "step"
+        counts steps that were not skipped. Gathered to every rank, on the CPU. A state that no step
+        has changed yet is zero.
         """
         self._check_open()
-        trained = [n for n, layout in self.program.parameters.items() if layout.trainable]
-        result: dict[str, Any] = {"step": self.step}
-        for moment in ("first_moment", "second_moment"):
+        result: dict[str, Any] = {"step": self.step - self.skipped_steps}
+        for state, names in self.program.optimizer_states().items():
             shards = {
-                name: self._state.moments.get(f"{moment}.{name}", torch.zeros_like(value))
+                name: self._state.moments.get(f"{state}.{name}", torch.zeros_like(value))
                 for name, value in self._state.parameters.items()
             }
-            result[moment] = gather_whole(
-                self.program, shards, self.rank, self._job.device, trained
-            )
+            result[state] = gather_whole(self.program, shards, self.rank, self._job.device, names)
         return result
 
     # -- leaving

@@ -12,7 +12,7 @@ from torch import fx
 from msc.cost import CostModel
 from msc.ir.layout import rank_class
 from msc.ir.mesh import Mesh
-from msc.ir.optimizer import AdamW
+from msc.ir.optimizer import Optimizer
 from msc.ir.passes import Unit
 from msc.ir.placement import State
 from msc.ir.plan import Plan
@@ -35,12 +35,14 @@ class Settings:
 
     memory: bytes per rank, None without a bound. pinned: the user's pins by parameter; plan:
     placements to apply instead of searching; rewrites: changes of the mathematics, in order.
+    optimizers: of the parameters that are in a group, its hyperparameters.
     """
 
     mesh: Mesh
     micro_batches: int = 1
     schedule: str = "1f1b"
-    optimizer: AdamW | None = None
+    optimizer: Optimizer | None = None
+    optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
     master: torch.dtype | None = None  # of parameters, where the chunks compute in a lower one
     cost: CostModel = field(default_factory=CostModel)
     bucket_bytes: int = 25 * 2**20
@@ -50,6 +52,11 @@ class Settings:
     pinned: Pinned = field(default_factory=dict)
     plan: Plan | None = None
     rewrites: tuple[Rewrite, ...] = ()
+
+    def optimizer_of(self, name: str) -> Optimizer:
+        """The hyperparameters of one parameter."""
+        assert self.optimizer is not None
+        return self.optimizers.get(name) or self.optimizer.plain()
 
     @property
     def batch_axes(self) -> tuple[Axis, ...]:

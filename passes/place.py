@@ -79,9 +79,15 @@ def _placing(unit: Compilation) -> Placing:
             micro_batches=settings.micro_batches,
             stages=settings.mesh.axis_size("pp"),
             memory=math.inf if settings.memory is None else settings.memory,
-            copies=2 if settings.optimizer is None else 4,
+            copies=lambda name: _copies(settings, name),
         ),
     )
+
+
+def _copies(settings: Settings, name: str) -> int:
+    """A trained parameter, its gradient, and what the optimizer keeps of it."""
+    kept = 0 if settings.optimizer is None else len(settings.optimizer_of(name).state_names)
+    return 2 + kept
 
 
 def _place(placing: Placing, settings: Settings) -> Placed:

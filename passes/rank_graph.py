@@ -5,7 +5,7 @@
     %b0 = chunk0_backward(..)
     %g = accumulate(None, %b0[1])              gradients summed over micro-batches
     %r = all_reduce(flatten(%g), 'dp')         reduced once, over every axis that owes it
-    %p = adamw(..)
+    %p = adamw(..)                             the optimizer's actions
 
 Ranks that differ only on dp, or on tp where their shards have equal shapes, run the same graph;
 their coordinates are nodes.
@@ -28,7 +28,7 @@ from msc.ir.torch_private import lazy_graph_module
 from msc.passes.chunks import Chunk, Key
 from msc.passes.compilation import Compilation, Variant
 from msc.passes.gradient_buckets import buckets
-from msc.passes.optimizer_step import adamw_step, clip, num_copies
+from msc.passes.optimizer_step import OptimizerStep, state_keys
 from msc.passes.schedules import Step, schedule_of
 
 c10d = torch.ops._c10d_functional
@@ -86,6 +86,8 @@ class _Builder:
         gm = lazy_graph_module(self.modules, self.graph)
         gm.meta["gradients"] = list(gradients)
         gm.meta["buffers"] = list(self.chunk.written)
+        if "optimizer" in output:
+            gm.meta["optimizer"] = state_keys(self.settings, list(gradients))
         return gm
 
     # -- nodes
@@ -111,12 +113,12 @@ class _Builder:
             meta = {**node.meta, "val": self._master(node.meta["val"])}
             self.parameters[name] = self._placeholder(node.name, meta)
         if self.settings.optimizer is not None:
-            for moment in ("first_moment", "second_moment"):
-                for name in self.trained:
-                    node = self.parameters[name]
-                    meta = {**node.meta, "kind": "optimizer", "name": f"{moment}.{name}"}
-                    placeholder = self._placeholder(f"{moment}_{node.name}", meta)
-                    self.inputs["optimizer", f"{moment}.{name}"] = placeholder
+            for key in state_keys(self.settings, self.trained):
+                state, _, name = key.partition(".")
+                node = self.parameters[name]
+                meta = {**node.meta, "kind": "optimizer", "name": key}
+                placeholder = self._placeholder(f"{state}_{node.name}", meta)
+                self.inputs["optimizer", key] = placeholder
         needed = list(self.chunk.others)
         prologue = self.unit.local_prologue
         if prologue is not None and any(kind == "step" for kind, _ in needed):
@@ -135,11 +137,12 @@ class _Builder:
                 meta["val"] = self._local_input(name, meta["val"])
             self.inputs[kind, name] = self._placeholder(node.name, meta)
         if self.settings.optimizer is not None:
+            kinds = ("step", "skipped") if self.settings.optimizer.skips else ("step",)
             with self.unit.fake_mode:
                 val = torch.empty((), dtype=torch.int64)
-            self.inputs["step", ""] = self._placeholder(
-                "step", {"kind": "step", "name": "", "val": val}
-            )
+            for kind in kinds:
+                meta = {"kind": kind, "name": "", "val": val}
+                self.inputs[kind, ""] = self._placeholder(kind, meta)
 
     def _master(self, value: torch.Tensor) -> torch.Tensor:
         """A value of a chunk as the step holds or sums it: floating ones in the master dtype."""
@@ -360,27 +363,17 @@ class _Builder:
         return self._act(c10d.wait_tensor.default, start, val=value)
 
     def _optimizer(self, gradients: dict[str, fx.Node]) -> dict[str, Any]:
-        spec = self.settings.optimizer
-        if spec is None:
+        if self.settings.optimizer is None:
             return {}
-        clipping, scale = {}, None
-        if spec.max_norm is not None:
-            copies = [num_copies(self.unit, name) for name in gradients]
-            norm, scale = clip(
-                self._act, list(gradients.values()), copies, spec.max_norm, self.unit
-            )
-            clipping = {"grad_norm": norm}
-        if not gradients:
-            return clipping
-        nodes = [self.parameters[name] for name in gradients]
-        moments = [
-            [self.inputs["optimizer", f"{moment}.{name}"] for name in gradients]
-            for moment in ("first_moment", "second_moment")
-        ]
-        step = self.inputs["step", ""]
-        return clipping | adamw_step(
-            self._act, spec, nodes, list(gradients.values()), moments, step, scale
-        )
+        return OptimizerStep(
+            self._act,
+            self.unit,
+            self.parameters,
+            gradients,
+            {key: node for (kind, key), node in self.inputs.items() if kind == "optimizer"},
+            self.inputs["step", ""],
+            self.inputs.get(("skipped", "")),
+        ).append()
 
 
 def _values(gm: fx.GraphModule) -> tuple[Any, ...]:

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from msc.ir.errors import InputError
 from msc.ir.mesh import Mesh
+from msc.ir.optimizer.learning_rate import LearningRate, Phase
 from msc.ir.torch_private import add_each, add_each_
-from msc.runtime.adamw import adamw
+from msc.runtime.adam import adam, adamw
+from msc.runtime.lamb import lamb, lamb_sums
+from msc.runtime.sgd import sgd
 
 MaybeTensors = Sequence[Tensor | None]
 
@@ -88,7 +91,16 @@ class LocalActions:
         ]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
 
+    @staticmethod
+    def learning_rate(step: Tensor, phases: Sequence[Phase], held: float) -> Tensor:
+        """The rate of a step, 0-dim float64 on the device of `step`."""
+        return LearningRate(tuple(phases), held).at(step)
+
     adamw = staticmethod(adamw)
+    adam = staticmethod(adam)
+    sgd = staticmethod(sgd)
+    lamb_sums = staticmethod(lamb_sums)
+    lamb = staticmethod(lamb)
 
 
 def _accumulate(

@@ -12,13 +12,18 @@ from torch import Tensor, fx
 
 @dataclass
 class RankState:
-    """Parameters and moments of one rank (its shards), buffers, and the number of steps taken."""
+    """Parameters and moments of one rank (its shards), buffers, and the number of steps taken.
+
+    moments: the optimizer's state, by names such as "first_moment.h.0.weight"; skipped: how many of
+    the steps changed no parameter, 0-dim int64.
+    """
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor] = field(default_factory=dict)
     moments: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
     seed: int = 0
+    skipped: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
     def arguments(self, graph: fx.GraphModule, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         """The values of a rank graph's placeholders for the next step, in order.
@@ -42,6 +47,8 @@ class RankState:
                 values.append(torch.tensor([self.seed, self.step], dtype=torch.int64))
             elif kind == "step":
                 values.append(torch.tensor(self.step + 1, dtype=torch.int64))
+            elif kind == "skipped":
+                values.append(self.skipped)
             else:
                 raise KeyError(f"placeholder %{node.name} of kind '{kind}' has no source")
         return values
@@ -52,7 +59,7 @@ class RankState:
         names = graph.meta["gradients"]
         if "parameters" in outputs:
             self.parameters.update(zip(names, outputs["parameters"], strict=True))
-            for moment in ("first_moment", "second_moment"):
-                keys = [f"{moment}.{name}" for name in names]
-                self.moments.update(zip(keys, outputs[f"{moment}s"], strict=True))
+            keys = graph.meta["optimizer"]
+            self.moments.update(zip(keys, outputs["optimizer"], strict=True))
+        self.skipped = outputs.get("skipped", self.skipped)
         self.step += 1

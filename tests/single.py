@@ -1,16 +1,36 @@
-"""The single-device program of a model, trained with torch's own AdamW: what ranks are held to."""
+"""The single-device program of a model, trained with torch's own optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import msc
+from msc.ir.optimizer import Optimizer
 from msc.verification import Reference
+
+TORCH: dict[type[Optimizer], Any] = {
+    msc.AdamW: torch.optim.AdamW,
+    msc.Adam: torch.optim.Adam,
+    msc.SGD: torch.optim.SGD,
+}
+
+
+def torch_optimizer(spec: Optimizer, values: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Torch's optimizer with the hyperparameters of ours, a param group for each parameter."""
+    common = {f.name for f in fields(Optimizer)}
+    grouped = spec.grouped({name: ([name], value.dim()) for name, value in values.items()})
+    groups = []
+    for name, value in values.items():
+        own = grouped.get(name, spec)
+        options = {f.name: getattr(own, f.name) for f in fields(own) if f.name not in common}
+        groups.append({"params": [value], **options})
+    found: torch.optim.Optimizer = TORCH[type(spec)](groups)
+    return found
 
 
 @dataclass(frozen=True)
@@ -24,7 +44,7 @@ class SingleRun:
 
 
 def train_single(
-    model: nn.Module, batches: Sequence[Any], adamw: msc.AdamW, precision: str = "float64"
+    model: nn.Module, batches: Sequence[Any], spec: Optimizer, precision: str = "float64"
 ) -> SingleRun:
     """A step for each batch, and then the mean loss over all batches."""
     program = msc.compile(model, batches[0], precision=precision)
@@ -32,13 +52,7 @@ def train_single(
     values = {
         name: nn.Parameter(program.read_parameter(name).clone()) for name in program.parameters
     }
-    optimizer = torch.optim.AdamW(
-        list(values.values()),
-        lr=adamw.lr,
-        betas=adamw.betas,
-        eps=adamw.eps,
-        weight_decay=adamw.weight_decay,
-    )
+    optimizer = torch_optimizer(spec, values)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
     for batch in batches:

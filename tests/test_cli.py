@@ -336,7 +336,7 @@ def test_errors_of_compile_options(models: str, tmp_path: Path) -> None:
     "arguments",
     [
         ["compile", "m:build", "--unknown"],
-        ["compile", "m:build", "--optimizer", "sgd"],
+        ["compile", "m:build", "--optimizer", "adagrad"],
         ["verify", "m:build", "--dtype", "int8"],
         ["verify", "m:build", "--microbatches", "two"],
         ["verify"],

@@ -96,22 +96,108 @@ def squared_norm(values: Sequence[Any], copies: Sequence[int]) -> Any:
 
 
 @_action
+def learning_rate(step: Any, phases: Sequence[tuple[Any, ...]], held: float) -> Any:
+    """The rate of step `step` by an `msc.LearningRate` of these fields: 0-dim float64."""
+    return _executed_only("learning_rate")
+
+
+# What an optimizer does to this rank's shards. `states` has a sequence of tensors for each state of
+# the optimizer (`Optimizer.state_names`), in the order of the parameters; `step` is a 0-dim int64
+# tensor, 1 in the first step that changes something; `lr` a number or a 0-dim tensor; `scale`, a
+# 0-dim tensor, is multiplied with the gradients, which stay as they are; where `skip`, a 0-dim bool
+# tensor, is true, parameters and states stay as they are, whatever the gradients. All return
+# (parameters, states), which reuse the operands.
+
+
+@_action
 def adamw(
     parameters: Sequence[Any],
     gradients: Sequence[Any],
-    first_moments: Sequence[Any],
-    second_moments: Sequence[Any],
+    states: Sequence[Sequence[Any]],
     step: Any,
-    lr: float,
+    lr: Any,
     betas: tuple[float, float],
     eps: float,
-    weight_decays: Sequence[float],
+    weight_decay: float,
     scale: Any = None,
+    skip: Any = None,
 ) -> Any:
-    """One AdamW step (Loshchilov and Hutter, ICLR 2019) on this rank's shards.
-
-    `step` is a 0-dim int64 tensor, 1 in the first step; `scale`, a 0-dim tensor, is multiplied with
-    the gradients, which stay as they are. Returns (parameters, first_moments,
-    second_moments); the results reuse the operands. Equal to `torch.optim.AdamW`.
-    """
+    """A step of AdamW (Loshchilov and Hutter, ICLR 2019), as `torch.optim.AdamW`; two moments."""
     return _executed_only("adamw")
+
+
+@_action
+def adam(
+    parameters: Sequence[Any],
+    gradients: Sequence[Any],
+    states: Sequence[Sequence[Any]],
+    step: Any,
+    lr: Any,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    scale: Any = None,
+    skip: Any = None,
+) -> Any:
+    """A step of Adam (Kingma and Ba, ICLR 2015), as `torch.optim.Adam`; two moments."""
+    return _executed_only("adam")
+
+
+@_action
+def sgd(
+    parameters: Sequence[Any],
+    gradients: Sequence[Any],
+    states: Sequence[Sequence[Any]],
+    step: Any,
+    lr: Any,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    scale: Any = None,
+    skip: Any = None,
+) -> Any:
+    """A step of `torch.optim.SGD`; one state where there is momentum, or else none."""
+    return _executed_only("sgd")
+
+
+@_action
+def lamb_sums(
+    parameters: Sequence[Any],
+    gradients: Sequence[Any],
+    states: Sequence[Sequence[Any]],
+    step: Any,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    copies: Sequence[int],
+    scale: Any = None,
+    skip: Any = None,
+) -> Any:
+    """The first half of a LAMB step: the moments, and what the trust ratios are made of.
+
+    Returns (sums, states); `sums`, float64 of shape [2n], are the squared norms of the n parameters
+    and then those of their updates, each over `copies[i]`: the number of ranks, among those that
+    are summed over, which hold the same shard.
+    """
+    return _executed_only("lamb_sums")
+
+
+@_action
+def lamb(
+    parameters: Sequence[Any],
+    sums: Any,
+    states: Sequence[Sequence[Any]],
+    step: Any,
+    lr: Any,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    skip: Any = None,
+) -> Any:
+    """The second half of a LAMB step (You et al., ICLR 2020, algorithm 2).
+
+    `sums` are those of `lamb_sums` over all ranks. A parameter moves by
+    `lr * norm(parameter) / norm(update)` times its update; where a norm is 0, by lr times it.
+    """
+    return _executed_only("lamb")

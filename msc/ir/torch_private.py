@@ -142,24 +142,28 @@ def version(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
-def fused_adamw_(
+def fused_adam_(
     parameters: list[torch.Tensor],
     gradients: list[torch.Tensor],
     first_moments: list[torch.Tensor],
     second_moments: list[torch.Tensor],
     step: torch.Tensor,
     *,
-    lr: float,
+    lr: float | torch.Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    decoupled: bool,
+    skip: torch.Tensor | None,
 ) -> None:
-    """One AdamW step in place by torch's fused kernel; `step` is a 0-dim float32 tensor.
+    """One Adam (AdamW if `decoupled`) step in place by torch's fused kernel.
 
-    All tensors have one device and dtype. The public `torch.optim.AdamW(fused=True)` keeps its own
-    step counters and moments, so it cannot run on ours.
+    `step` and `skip` are 0-dim float32 tensors; where `skip` is 1, nothing changes. All tensors
+    have one device and dtype. The public `torch.optim.AdamW(fused=True)` keeps its own step
+    counters and moments, so it cannot run on ours.
     """
-    torch._fused_adamw_(
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel(
         parameters,
         gradients,
         first_moments,
@@ -173,7 +177,13 @@ def fused_adamw_(
         eps=eps,
         amsgrad=False,
         maximize=False,
+        found_inf=skip,
     )
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks around `step()` are registered on an optimizer of torch."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def joint_graph(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -9,7 +9,7 @@ phase           "forward", "backward"
 conversion      of what turns a value from one state into another: (node of the block, result, axis,
                 state that it has, state that is read), as ("linear", 0, "tp", "P", "S1")
 kind            of a placeholder: "parameter", "buffer", "input", "coordinate", "rng", "value",
-                "saved", "gradient", "optimizer", "step"
+                "saved", "gradient", "optimizer", "step", "skipped"
 name            of a placeholder: the parameter's, buffer's or input's name as the user knows it
 requires_grad   of a parameter: whether it trains
 marks           {name: value} that a pass left for a later one, such as {"recompute": True}; they

@@ -52,14 +52,14 @@ class Step:
     memory: bytes that one rank may hold of parameters, their gradients and optimizer state. What a
         stage holds is not known before the instances are cut into stages, so their average is
         bounded: a necessary condition. Activations are left to the check of the whole program.
-    copies: tensors that a rank holds for each trainable parameter: itself, its gradient, moments.
+    copies: tensors that a rank holds for a trainable parameter: itself, its gradient, moments.
     """
 
     share: Callable[[Value], float] = lambda value: 1.0
     micro_batches: int = 1
     stages: int = 1
     memory: float = math.inf
-    copies: int = 2
+    copies: Callable[[str], int] = lambda name: 2
 
 
 def search(
@@ -188,7 +188,7 @@ class _Search:
                 self._same(first[source.name], node)
                 continue
             first[source.name] = node
-            copies = self.step.copies if node.meta.get("differentiable") else 1
+            copies = self.step.copies(source.name) if node.meta.get("differentiable") else 1
             held = copies * nbytes(node.meta["val"]) / self.step.stages
             amounts[node] = amounts.get(node, 0.0) + held
         for node, held in amounts.items():

@@ -26,7 +26,8 @@ MESHES = [
 STEPS = 20
 LONG = "MSC_TEST_LONG" in os.environ  # set by `make test-long`
 MESHES_OF_20_STEPS = MESHES if LONG else [{"pp": 2, "dp": 2, "tp": 2}, {"tp": 4}, {"pp": 4}]
-ADAMW = msc.AdamW(lr=1e-2, weight_decay=0.1)
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+ADAMW = msc.AdamW(**OPTIONS)
 
 
 def mesh_name(mesh: dict[str, int]) -> str:
@@ -61,9 +62,7 @@ class Single:
         self.loss, self.grads = reference.run(models.batch(name))
         values = {n: program.read_parameter(n).clone() for n in program.parameters}
         parameters = {n: nn.Parameter(value) for n, value in values.items()}
-        optimizer = torch.optim.AdamW(
-            parameters.values(), lr=ADAMW.lr, weight_decay=ADAMW.weight_decay
-        )
+        optimizer = torch.optim.AdamW(parameters.values(), **OPTIONS)
         for step in range(STEPS):
             _, grads = reference.run(models.batch(name, step), parameters, step=step)
             for parameter_name, parameter in parameters.items():
@@ -107,7 +106,7 @@ def initial(program: Program) -> dict[str, Tensor]:
 def test_the_reference_is_the_plain_model(name: str) -> None:
     """Eager PyTorch and torch.optim.AdamW, in float64, without any part of MSC."""
     plain = models.build(name).double()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=ADAMW.lr, weight_decay=ADAMW.weight_decay)
+    optimizer = torch.optim.AdamW(plain.parameters(), **OPTIONS)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = plain(*models.batch(name, step))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from msc.ir.errors import InputError
 from msc.ir.mesh import Mesh
 from msc.runtime.actions import LocalActions
-from msc.runtime.adamw import adamw
 
 SHAPES = [(3, 2), (), (5,)]
 
@@ -71,45 +70,3 @@ def test_a_bucket_holds_all_values_and_gives_them_back() -> None:
     assert all(torch.equal(a, b) for a, b in zip(views, values, strict=True))
     bucket.zero_()
     assert all(not view.any() for view in views)
-
-
-def optimizer_steps(
-    parameters: list[torch.Tensor], absent: int | None, steps: int, decay: list[float]
-) -> list[torch.Tensor]:
-    """torch's own AdamW, tensor by tensor, without any fused or batched kernel."""
-    own = [torch.nn.Parameter(value.clone()) for value in parameters]
-    groups = [{"params": [p], "weight_decay": d} for p, d in zip(own, decay, strict=True)]
-    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95), eps=1e-6, foreach=False)
-    for step in range(steps):
-        for index, (value, gradient) in enumerate(zip(own, randoms(10 + step), strict=True)):
-            value.grad = None if index == absent else gradient
-        optimizer.step()
-    return [value.detach() for value in own]
-
-
-@pytest.mark.parametrize("absent", [None, 0, 2])
-def test_adamw_equals_torchs(absent: int | None) -> None:
-    parameters, decay = randoms(0), [0.1, 0.0, 0.1]
-    expected = optimizer_steps(parameters, absent, 5, decay)
-    first, second = ([torch.zeros_like(value) for value in parameters] for _ in range(2))
-    for step in range(5):
-        gradients: list[torch.Tensor | None] = [*randoms(10 + step)]
-        if absent is not None:
-            gradients[absent] = None
-        number = torch.tensor(step + 1)
-        rest = (number, 0.01, (0.8, 0.95), 1e-6, decay)
-        found = adamw(parameters, gradients, first, second, *rest)
-        assert all(a is b for a, b in zip(found[0], parameters, strict=True))
-    torch.testing.assert_close(parameters, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_adamw_steps_in_the_moments_precision() -> None:
-    """A bfloat16 parameter with float32 moments is rounded once a step, not at each operation."""
-    low = randoms(0, torch.bfloat16)
-    exact = [value.float() for value in low]
-    zeros = [[torch.zeros(shape) for shape in SHAPES] for _ in range(4)]
-    rest = (torch.tensor(1), 0.01, (0.9, 0.999), 1e-8, [0.1] * 3)
-    adamw(low, randoms(1, torch.bfloat16), zeros[0], zeros[1], *rest)
-    adamw(exact, [g.float() for g in randoms(1, torch.bfloat16)], zeros[2], zeros[3], *rest)
-    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(low, exact, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(zeros[0], zeros[2], strict=True))

@@ -122,7 +122,8 @@ class Problem:
             if isinstance(state, State):
                 names.add(source)
                 parts = self.axis.size if isinstance(state.value, Shard) else 1
-                copies = self.step.copies if node.meta.get("differentiable") else 1
+                trained = node.meta.get("differentiable")
+                copies = self.step.copies(source) if trained else 1
                 total += copies * nbytes(node.meta["val"]) / parts / self.step.stages
         return total
 
