@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from msc.ir.placement import Replicate as Replicate
     from msc.ir.placement import Shard as Shard
     from msc.ir.plan import Plan as Plan
+    from msc.passes.rewrites.parallel_block import ParallelBlock as ParallelBlock
     from msc.passes.sharding.rules.custom import sharding_rule as sharding_rule
     from msc.program import load as load
     from msc.trainer import Trainer as Trainer
@@ -67,6 +68,7 @@ PUBLIC = {
     "Plan": "msc.ir.plan:Plan",
     "Cluster": "msc.cost:Cluster",
     "AdamW": "msc.ir.optimizer:AdamW",
+    "ParallelBlock": "msc.passes.rewrites.parallel_block:ParallelBlock",
     "Trainer": "msc.trainer:Trainer",
     "Pass": "msc.ir.pipeline:Pass",
     "GraphPass": "msc.ir.pipeline:GraphPass",
