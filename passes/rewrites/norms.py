@@ -20,7 +20,7 @@ from torch import fx
 from msc.passes.normalize.rewrite import Emitter, aten, named_arguments, shape_of
 from msc.passes.rewrites.origins import Origins
 
-FUSED = {aten.layer_norm.default: "layer_norm", aten.rms_norm.default: "rms_norm"}
+FUSED: dict[Any, str] = {aten.layer_norm.default: "layer_norm", aten.rms_norm.default: "rms_norm"}
 _CAST = aten.to.dtype  # the one form that normalization leaves of a conversion
 
 
@@ -49,7 +49,7 @@ class Norm:
         """The same norm with its normalized value as a node of its own."""
         if self.normalized is not None:
             return self
-        (target,) = (each for each in FUSED if each is self.output.target)
+        target: Any = self.output.target
         shape, eps = shape_of(self.output), _eps(self.output)
         vectors = (None, None) if target is aten.layer_norm.default else (None,)
         emit = Emitter(gm, self.output)
