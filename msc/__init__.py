@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from msc.ir.placement import Replicate as Replicate
     from msc.ir.placement import Shard as Shard
     from msc.ir.plan import Plan as Plan
+    from msc.passes.rewrites.parallel_block import ParallelBlock as ParallelBlock
     from msc.passes.sharding.rules.custom import sharding_rule as sharding_rule
     from msc.program import load as load
     from msc.trainer import Trainer as Trainer
@@ -77,6 +78,7 @@ PUBLIC = {
     "LAMB": "msc.ir.optimizer:LAMB",
     "ParameterGroup": "msc.ir.optimizer:ParameterGroup",
     "LearningRate": "msc.ir.optimizer:LearningRate",
+    "ParallelBlock": "msc.passes.rewrites.parallel_block:ParallelBlock",
     "Trainer": "msc.trainer:Trainer",
     "Pass": "msc.ir.pipeline:Pass",
     "GraphPass": "msc.ir.pipeline:GraphPass",

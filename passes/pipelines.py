@@ -15,6 +15,7 @@ from msc.passes.cut import cut
 from msc.passes.differentiate import Differentiated, differentiate
 from msc.passes.fuse_bias import FuseBias
 from msc.passes.fuse_sums import FuseSums
+from msc.passes.merge_branches import MergeBranches
 from msc.passes.normalize import NORMALIZE
 from msc.passes.overlap import Overlap
 from msc.passes.place import Place
@@ -112,6 +113,7 @@ TRAIN = Pipeline(
     [
         *NORMALIZE,
         ApplyRewrites(),  # on one device's view of the model, before its layers are deduplicated
+        MergeBranches(),  # after the rewrites, which make such branches
         Cut(),  # first, so that everything after it is done once for each distinct block
         ShardBatch(),  # forced, hence before the search, which then sees local sizes
         Place(),
