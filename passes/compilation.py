@@ -17,6 +17,7 @@ from msc.ir.passes import Unit
 from msc.ir.placement import State
 from msc.ir.plan import Plan
 from msc.ir.printer import format_graph
+from msc.ir.recompute import MemoryBudget
 from msc.ir.rewrites import Finding, Rewrite
 from msc.ir.structure import Structure
 from msc.passes.chunks import Block, Chunk, Key
@@ -34,7 +35,8 @@ class Settings:
     """The options that the passes read.
 
     memory: bytes per rank, None without a bound. pinned: the user's pins by parameter; plan:
-    placements to apply instead of searching; rewrites: changes of the mathematics, in order.
+    placements to apply instead of searching; rewrites: changes of the mathematics, in order;
+    recompute: what of the activations is recomputed in the backward.
     """
 
     mesh: Mesh
@@ -50,6 +52,7 @@ class Settings:
     pinned: Pinned = field(default_factory=dict)
     plan: Plan | None = None
     rewrites: tuple[Rewrite, ...] = ()
+    recompute: str | MemoryBudget = "none"
 
     @property
     def batch_axes(self) -> tuple[Axis, ...]:
