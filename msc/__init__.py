@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from msc.ir.placement import Replicate as Replicate
     from msc.ir.placement import Shard as Shard
     from msc.ir.plan import Plan as Plan
+    from msc.ir.recompute import MemoryBudget as MemoryBudget
     from msc.passes.rewrites.parallel_block import ParallelBlock as ParallelBlock
     from msc.passes.sharding.rules.custom import sharding_rule as sharding_rule
     from msc.program import load as load
@@ -72,6 +73,7 @@ PUBLIC = {
     "Partial": "msc.ir.placement:Partial",
     "Plan": "msc.ir.plan:Plan",
     "Cluster": "msc.cost:Cluster",
+    "MemoryBudget": "msc.ir.recompute:MemoryBudget",
     "AdamW": "msc.ir.optimizer:AdamW",
     "Adam": "msc.ir.optimizer:Adam",
     "SGD": "msc.ir.optimizer:SGD",

@@ -23,6 +23,7 @@ from msc.ir.optimizer import Optimizer
 from msc.ir.passes import Pass
 from msc.ir.placement import Shard
 from msc.ir.plan import Plan
+from msc.ir.recompute import MemoryBudget, as_recompute
 from msc.ir.rewrites import Rewrite
 from msc.ir.structure import output_nodes
 from msc.passes.compilation import Compilation, Settings
@@ -57,6 +58,7 @@ def compile(
     pins: Mapping[str, Mapping[str, Any]] | None = None,
     plan: Plan | str | Path | None = None,
     rewrites: Sequence[Rewrite] = (),
+    recompute: str | MemoryBudget = "none",
 ) -> Program:
     """Compile a single-device model into one program per rank of `mesh`.
 
@@ -86,6 +88,10 @@ def compile(
         plan: `program.plan` of an earlier compilation, or the file where it was saved: placements
             are taken from it, and nothing is searched.
         rewrites: changes of the model's mathematics, in order; `report.rewrites` lists each place.
+        recompute: which activations the backward computes again instead of finding them saved:
+            "none"; "selective": the inside of attention that is written out, and what was gathered
+            from shards; "full": all but the inputs of each block; or `msc.MemoryBudget(bytes)`: as
+            little as keeps every rank within so many bytes. `memory` is checked after it.
 
     Raises:
         CaptureError: the model is not one graph; names the user's line.
@@ -99,7 +105,7 @@ def compile(
     pipeline = TRAIN.with_user_passes(passes or {})
     wanted = parse_pins(pins, settings.mesh)
     settings = replace(settings, plan=None if plan is None else Plan.load(plan))
-    settings = replace(settings, rewrites=as_rewrites(rewrites))
+    settings = replace(settings, rewrites=as_rewrites(rewrites), recompute=as_recompute(recompute))
     started = time.process_time()
     captured = capture(model, inputs, loss_fn=loss_fn, batch_dims=batch_dims, dtype=dtype)
     seconds = time.process_time() - started

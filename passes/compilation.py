@@ -17,6 +17,7 @@ from msc.ir.passes import Unit
 from msc.ir.placement import State
 from msc.ir.plan import Plan
 from msc.ir.printer import format_graph
+from msc.ir.recompute import MemoryBudget
 from msc.ir.rewrites import Finding, Rewrite
 from msc.ir.structure import Structure
 from msc.passes.chunks import Block, Chunk, Key
@@ -34,8 +35,9 @@ class Settings:
     """The options that the passes read.
 
     memory: bytes per rank, None without a bound. pinned: the user's pins by parameter; plan:
-    placements to apply instead of searching; rewrites: changes of the mathematics, in order.
-    optimizers: of the parameters that are in a group, its hyperparameters.
+    placements to apply instead of searching; rewrites: changes of the mathematics, in order;
+    recompute: what of the activations is recomputed in the backward; optimizers: of the parameters
+    that are in a group, its hyperparameters.
     """
 
     mesh: Mesh
@@ -52,6 +54,7 @@ class Settings:
     pinned: Pinned = field(default_factory=dict)
     plan: Plan | None = None
     rewrites: tuple[Rewrite, ...] = ()
+    recompute: str | MemoryBudget = "none"
 
     def optimizer_of(self, name: str) -> Optimizer:
         """The hyperparameters of one parameter."""

@@ -21,6 +21,7 @@ from msc.passes.overlap import Overlap
 from msc.passes.place import Place
 from msc.passes.rank_graph import build_rank_graph
 from msc.passes.reduce_early import ReduceEarly
+from msc.passes.recompute.apply import Recompute
 from msc.passes.rewrites.apply import ApplyRewrites
 from msc.passes.shard import Shard
 from msc.passes.shard_batch import ShardBatch
@@ -122,6 +123,7 @@ TRAIN = Pipeline(
         FuseBias(),  # after sharding: a row-parallel bias stays behind its reduce-scatter
         Differentiate(),
         FuseSums(),
+        Recompute(),  # when the backwards are what they will be, with all that they read
         Overlap(),  # after all that changes a block's work
         BuildChunks(),  # after differentiation: costs count the backward as it is
         BuildRankGraphs(),

@@ -5,7 +5,7 @@ placement       {axis: Placement}; an axis that is left out replicates
 grad_placement  {axis: Placement} of the value's gradient; absent where there is none
 module_path     "layers.0.mlp.down": the module that computed the value
 source          "model.py:12 in forward": the user's line
-phase           "forward", "backward"
+phase           "forward", "backward", "recompute" (a call of the forward again in the backward)
 conversion      of what turns a value from one state into another: (node of the block, result, axis,
                 state that it has, state that is read), as ("linear", 0, "tp", "P", "S1")
 kind            of a placeholder: "parameter", "buffer", "input", "coordinate", "rng", "value",

@@ -1,0 +1,1 @@
+"""Activation recomputation: what the backward computes again and does not find saved."""
