@@ -144,6 +144,18 @@ def test_master_weights(name: str) -> None:
         assert float((found[parameter] - exact).norm()) < 0.1 * float(moved), parameter
 
 
+def test_a_saved_program_has_its_optimizer(tmp_path: Path) -> None:
+    program = compiled(SPECS["adamw"], "tp=2")
+    program.save(tmp_path)
+    loaded = msc.load(tmp_path)
+    assert loaded.optimizer == SPECS["adamw"]
+    assert loaded.fingerprint == program.fingerprint
+    (found, _), (same, _) = trained(loaded), trained(program)
+    assert all(torch.equal(found[name], same[name]) for name in same)
+    other = replace(SPECS["adamw"], groups=GROUPS[:1])
+    assert compiled(other, "tp=2").fingerprint != program.fingerprint
+
+
 def test_what_is_kept_of_a_parameter_depends_on_its_group(tmp_path: Path) -> None:
     groups = [msc.ParameterGroup("h.*", momentum=0.0)]
     program = compiled(msc.SGD(lr=0.1, momentum=0.9, groups=groups), microbatches=1)
