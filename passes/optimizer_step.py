@@ -59,6 +59,8 @@ class OptimizerStep:
     parameters: by name; gradients: of those that this rank trains, of the whole batch, so that dp
     ranks agree; states: by `state_keys`; step: counts steps from 1; skipped: how many before this
     one were skipped, None if none ever is.
+
+    changed, kept: names of the parameters, and keys of the states, in the order of the outputs.
     """
 
     act: Act
@@ -70,12 +72,16 @@ class OptimizerStep:
     skipped: fx.Node | None
 
     def __post_init__(self) -> None:
+        self.changed: list[str] = []
+        self.kept: list[str] = []
         self._rates: dict[LearningRate, fx.Node] = {}
 
     def append(self) -> dict[str, Any]:
         """The outputs: "parameters", their states ("optimizer"), and what the step tells.
 
-        Every rank must have these nodes, also one that trains nothing.
+        The first two are nested as the actions give them, an item for each set of hyperparameters;
+        `changed` and `kept` name what is in them, flat. Every rank must have these nodes, also one
+        that trains nothing.
         """
         spec = self.unit.settings.optimizer
         assert spec is not None
@@ -127,7 +133,8 @@ class OptimizerStep:
         for name in self.gradients:
             members.setdefault(self.unit.settings.optimizer_of(name), []).append(name)
         summed = self._sums(members, scale, skip)
-        changed: dict[str, fx.Node] = {}
+        changed: list[fx.Node] = []
+        kept: list[fx.Node] = []
         for spec, names in members.items():
             values = [self.parameters[name] for name in names]
             lr = self._rate(spec.lr) if isinstance(spec.lr, LearningRate) else spec.lr
@@ -142,17 +149,11 @@ class OptimizerStep:
             vals = tuple(node.meta["val"] for node in values)
             val = (vals, (vals,) * len(spec.state_names))
             call = self.act(spec.action, *operands, *spec.arguments, *flags, val=val)
-            changed |= zip(names, self._items(self._item(call, 0)), strict=True)
-            kept = self._item(call, 1)
-            for state, tensors in zip(spec.state_names, self._items(kept), strict=True):
-                keys = [f"{state}.{name}" for name in names]
-                changed |= zip(keys, self._items(tensors), strict=True)
-        trained = list(self.gradients)
-        keys = state_keys(self.unit.settings, trained)
-        return {
-            "parameters": tuple(changed[name] for name in trained),
-            "optimizer": tuple(changed[key] for key in keys),
-        }
+            changed.append(self._item(call, 0))
+            kept.append(self._item(call, 1))
+            self.changed += names
+            self.kept += [f"{state}.{name}" for state in spec.state_names for name in names]
+        return {"parameters": tuple(changed), "optimizer": tuple(kept)}
 
     def _sums(
         self,

@@ -81,13 +81,16 @@ class _Builder:
         }
         if self.chunk.written:
             output["buffers"] = tuple(self.inputs["buffer", name] for name in self.chunk.written)
-        output |= self._optimizer(gradients)
+        optimizer = self._optimizer(gradients)
+        if optimizer is not None:
+            output |= optimizer.append()
         self.graph.output(output)
         gm = lazy_graph_module(self.modules, self.graph)
         gm.meta["gradients"] = list(gradients)
         gm.meta["buffers"] = list(self.chunk.written)
-        if "optimizer" in output:
-            gm.meta["optimizer"] = state_keys(self.settings, list(gradients))
+        if optimizer is not None:
+            gm.meta["parameters"] = optimizer.changed
+            gm.meta["optimizer"] = optimizer.kept
         return gm
 
     # -- nodes
@@ -362,9 +365,9 @@ class _Builder:
         start = self._act(c10d.all_reduce.default, node, "sum", ",".join(axes), val=value)
         return self._act(c10d.wait_tensor.default, start, val=value)
 
-    def _optimizer(self, gradients: dict[str, fx.Node]) -> dict[str, Any]:
+    def _optimizer(self, gradients: dict[str, fx.Node]) -> OptimizerStep | None:
         if self.settings.optimizer is None:
-            return {}
+            return None
         return OptimizerStep(
             self._act,
             self.unit,
@@ -373,7 +376,7 @@ class _Builder:
             {key: node for (kind, key), node in self.inputs.items() if kind == "optimizer"},
             self.inputs["step", ""],
             self.inputs.get(("skipped", "")),
-        ).append()
+        )
 
 
 def _values(gm: fx.GraphModule) -> tuple[Any, ...]:

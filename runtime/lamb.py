@@ -77,10 +77,11 @@ def _update(
     """Adam's direction with bias correction, plus decay."""
     number = step.to(torch.float64)
     mean = m / (1 - torch.pow(betas[0], number))
-    root: Tensor = (v / (1 - torch.pow(betas[1], number))).sqrt()
-    update: Tensor = mean / (root + eps)
-    return update.add(parameter.to(m.dtype), alpha=weight_decay)
+    square = v / (1 - torch.pow(betas[1], number))
+    update = mean / (square.sqrt() + eps)
+    return torch.add(update, parameter.to(m.dtype), alpha=weight_decay)
 
 
 def _squared(value: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(value, dtype=torch.float64).square()
+    norm: Tensor = torch.linalg.vector_norm(value, dtype=torch.float64)
+    return norm.square()

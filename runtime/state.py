@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 
 @dataclass
@@ -56,10 +57,9 @@ class RankState:
     def advance(self, graph: fx.GraphModule, outputs: Mapping[str, Any]) -> None:
         """Take over what a step of the rank graph returned."""
         self.buffers.update(zip(graph.meta["buffers"], outputs.get("buffers", ()), strict=True))
-        names = graph.meta["gradients"]
-        if "parameters" in outputs:
-            self.parameters.update(zip(names, outputs["parameters"], strict=True))
-            keys = graph.meta["optimizer"]
-            self.moments.update(zip(keys, outputs["optimizer"], strict=True))
+        for kind, values in (("parameters", self.parameters), ("optimizer", self.moments)):
+            if kind in outputs:  # nested; the names are flat
+                found = pytree.tree_leaves(outputs[kind])
+                values.update(zip(graph.meta[kind], found, strict=True))
         self.skipped = outputs.get("skipped", self.skipped)
         self.step += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,10 +20,15 @@ TORCH: dict[type[Optimizer], Any] = {
 }
 
 
-def torch_optimizer(spec: Optimizer, values: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+def torch_optimizer(
+    spec: Optimizer,
+    values: Mapping[str, nn.Parameter],
+    aliases: Mapping[str, Sequence[str]] | None = None,
+) -> torch.optim.Optimizer:
     """Torch's optimizer with the hyperparameters of ours, a param group for each parameter."""
     common = {f.name for f in fields(Optimizer)}
-    grouped = spec.grouped({name: ([name], value.dim()) for name, value in values.items()})
+    names = aliases or {name: (name,) for name in values}
+    grouped = spec.grouped({name: (names[name], value.dim()) for name, value in values.items()})
     groups = []
     for name, value in values.items():
         own = grouped.get(name, spec)

@@ -93,11 +93,10 @@ def test_unknown_names() -> None:
         compile_gpt(micro_batches=2)
 
 
-@pytest.mark.parametrize(
-    "optimizer", [torch.optim.AdamW([torch.zeros(1, requires_grad=True)]), "adamw", msc.AdamW]
-)
+@pytest.mark.parametrize("optimizer", ["adamw", msc.AdamW])
 def test_optimizers_of_another_type(optimizer: Any) -> None:
-    assert "pass msc.AdamW(...), or None" in refused(optimizer=optimizer)
+    message = refused(optimizer=optimizer)
+    assert "pass msc.AdamW(...), msc.Adam, msc.SGD or msc.LAMB, an optimizer of torch" in message
 
 
 @pytest.mark.parametrize("options", [{"lr": -1}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}])

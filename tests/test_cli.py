@@ -194,7 +194,7 @@ def test_a_difference_is_named_in_json(models: str) -> None:
 
 
 def test_compile_says_what_was_made(models: str) -> None:
-    result = run("compile", f"{models}:on_meta", "--mesh", "pp=2,tp=2", "--optimizer", "adamw")
+    result = run("compile", f"{models}:on_meta", "--mesh", "pp=2,tp=2", "--optimizer", "lamb")
     assert result.exit_code == 0
     text = result.stdout
     assert "4 ranks on mesh pp=2,tp=2, 1 micro-batches" in text

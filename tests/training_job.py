@@ -53,6 +53,7 @@ def train(folder: Path, case: str) -> dict[str, Any]:
         return {
             "losses": trainer.losses,
             "grad_norms": trainer.grad_norms,
+            "learning_rates": trainer.learning_rates,
             "first_moment": gradients["first_moment"],
             "params": trainer.state_dict(),
             "evaluation": evaluation,

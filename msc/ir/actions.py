@@ -14,10 +14,18 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 ACTIONS: set[Callable[..., Any]] = set()
 
+UPDATES: set[Callable[..., Any]] = set()
+"""The actions that change parameters: `action(parameters, gradients or sums, states, ..)`."""
+
 
 def _action(function: _F) -> _F:
     ACTIONS.add(function)
     return function
+
+
+def _update(function: _F) -> _F:
+    UPDATES.add(function)
+    return _action(function)
 
 
 def _executed_only(name: str) -> Any:
@@ -109,7 +117,7 @@ def learning_rate(step: Any, phases: Sequence[tuple[Any, ...]], held: float) -> 
 # (parameters, states), which reuse the operands.
 
 
-@_action
+@_update
 def adamw(
     parameters: Sequence[Any],
     gradients: Sequence[Any],
@@ -126,7 +134,7 @@ def adamw(
     return _executed_only("adamw")
 
 
-@_action
+@_update
 def adam(
     parameters: Sequence[Any],
     gradients: Sequence[Any],
@@ -143,7 +151,7 @@ def adam(
     return _executed_only("adam")
 
 
-@_action
+@_update
 def sgd(
     parameters: Sequence[Any],
     gradients: Sequence[Any],
@@ -183,7 +191,7 @@ def lamb_sums(
     return _executed_only("lamb_sums")
 
 
-@_action
+@_update
 def lamb(
     parameters: Sequence[Any],
     sums: Any,

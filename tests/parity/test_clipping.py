@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("capture_once")
 
 MESHES = ["tp=2", "tp=3", "dp=2", "pp=2", "pp=3,tp=2", "pp=2,dp=2,tp=2"]
 STEPS = 3
+RATE = msc.LearningRate.constant(1e-2, warmup=2)
 MAX_NORM = 0.05
 """Far below the norm of any step, so that every one is clipped."""
 
@@ -141,8 +142,11 @@ def test_the_trainer_tells_the_norms(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
-def test_processes_reduce_the_norm(tmp_path: Path) -> None:
-    cases = {"nanogpt.tp": "tp=2", "nanogpt.pp": "pp=2"}
+def test_processes_reduce_the_norms(tmp_path: Path) -> None:
+    cases = {
+        "nanogpt.tp": ("tp=2", msc.LAMB(lr=RATE, weight_decay=0.1, max_norm=MAX_NORM)),
+        "nanogpt.pp": ("pp=2", msc.AdamW(lr=RATE, weight_decay=0.1, max_norm=MAX_NORM)),
+    }
     programs = {
         case: msc.compile(
             models.build("nanogpt"),
@@ -150,9 +154,9 @@ def test_processes_reduce_the_norm(tmp_path: Path) -> None:
             mesh=mesh,
             microbatches=2,
             precision="float64",
-            optimizer=msc.AdamW(lr=1e-2, weight_decay=0.1, max_norm=MAX_NORM),
+            optimizer=optimizer,
         )
-        for case, mesh in cases.items()
+        for case, (mesh, optimizer) in cases.items()
     }
     for case, program in programs.items():
         program.save(tmp_path / case)
@@ -166,6 +170,7 @@ def test_processes_reduce_the_norm(tmp_path: Path) -> None:
             assert result.grad_norm is not None
             norms.append(float(result.grad_norm))
         assert found["grad_norms"] == pytest.approx(norms, rel=1e-12)
+        assert found["learning_rates"] == pytest.approx([5e-3, 1e-2, 1e-2], rel=1e-12)
         assert parameter_errors(found["params"], program.state_dict(result), 1e-9) == {}
 
 

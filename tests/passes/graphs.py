@@ -12,7 +12,7 @@ from msc.capture import capture
 from msc.compiler import new_unit
 from msc.ir.layout import InputLayout, ParameterLayout
 from msc.ir.mesh import Mesh
-from msc.ir.optimizer import AdamW
+from msc.ir.optimizer import Optimizer
 from msc.ir.pipeline import Pipeline
 from msc.ir.placement import Shard
 from msc.ir.printer import format_graph
@@ -107,7 +107,7 @@ def compilation(
     mesh: str = "",
     micro_batches: int = 1,
     batch_dims: Mapping[str, int | None] | None = None,
-    optimizer: AdamW | None = None,
+    optimizer: Optimizer | None = None,
     **settings: Any,
 ) -> Compilation:
     """A compilation of a normalized forward graph; dim 0 of every input is its batch."""
