@@ -100,9 +100,7 @@ def _bshd(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _empty_bshd(
-    like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
-) -> Tensor:
+def _empty_bshd(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     b, h, s, *rest = shape
     return like.new_empty((b, s, h, *rest), dtype=dtype).transpose(1, 2)
 
