@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from msc.ir.placement import Replicate as Replicate
     from msc.ir.placement import Shard as Shard
     from msc.ir.plan import Plan as Plan
+    from msc.passes.rewrites.sliding_window import SlidingWindow as SlidingWindow
     from msc.passes.sharding.rules.custom import sharding_rule as sharding_rule
     from msc.program import load as load
     from msc.trainer import Trainer as Trainer
@@ -58,6 +59,7 @@ PUBLIC = {
     "Zeros": "msc.initializers:Zeros",
     "Ones": "msc.initializers:Ones",
     "Constant": "msc.initializers:Constant",
+    "SlidingWindow": "msc.passes.rewrites.sliding_window:SlidingWindow",
     "sharding_rule": "msc.passes.sharding.rules.custom:sharding_rule",
     "wrap_function": "msc.capture.functions:wrap_function",
     "Mesh": "msc.ir.mesh:Mesh",

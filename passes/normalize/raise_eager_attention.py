@@ -79,7 +79,7 @@ def _raise(gm: fx.GraphModule, softmax: fx.Node, masks: Masks) -> bool:
     product = _only_reader(softmax)
     if product is None or product.target is not aten.matmul.default:
         return False
-    v = product.args[1]
+    _, v = _args(product)
     scores = _scores(args["self"], masks)
     if scores is None or not isinstance(v, fx.Node) or not _is_read_as_left(softmax, product):
         return False
@@ -105,11 +105,11 @@ def _scores(node: Any, masks: Masks) -> Scores | None:
     if not isinstance(node, fx.Node) or len(node.users) != 1 or len(shape_of(node)) != 4:
         return None
     if node.target is aten.matmul.default:
-        q, keys = node.args
+        q, keys = _args(node)
         k = _untransposed(keys)
         return Scores(q, k) if isinstance(q, fx.Node) and k is not None else None
     if node.target is aten.to.dtype:
-        source = node.args[0]
+        (source, *_) = _args(node)
         wider = isinstance(source, fx.Node) and _bits(node) >= _bits(source)
         return _scores(source, masks) if wider else None
     if node.target in (aten.mul.Tensor, aten.div.Tensor):
@@ -120,7 +120,7 @@ def _scores(node: Any, masks: Masks) -> Scores | None:
 
 
 def _scaled(node: fx.Node, masks: Masks) -> Scores | None:
-    source, number = node.args
+    source, number = _args(node)
     if not isinstance(number, (int, float)) or number <= 0:
         return None
     found = _scores(source, masks)
@@ -143,7 +143,7 @@ def _capped(node: fx.Node, masks: Masks) -> Scores | None:
 
 def _masked(node: fx.Node, masks: Masks) -> Scores | None:
     if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
-        left, right = node.args
+        left, right = _args(node)
         for source, mask in ((left, right), (right, left)):
             found = _scores(source, masks) if isinstance(mask, fx.Node) else None
             if found is not None and mask.meta["val"].is_floating_point():
@@ -151,10 +151,10 @@ def _masked(node: fx.Node, masks: Masks) -> Scores | None:
                 return found
         return None
     if node.target is aten.masked_fill.Scalar:
-        source, where, low = node.args
+        source, where, low = _args(node)
         hidden = Hidden(where, False, low)
     elif node.target in (aten.where.self, aten.where.ScalarOther):
-        where, source, low = node.args
+        where, source, low = _args(node)
         hidden = Hidden(where, True, _number(low, masks))
     else:
         return None
@@ -235,10 +235,14 @@ def _untransposed(keys: Any) -> fx.Node | None:
     """The `[b, g, t, d]` of which `keys` is the transpose."""
     if not isinstance(keys, fx.Node) or keys.target is not aten.transpose.int:
         return None
-    source, *dims = keys.args
+    source, *dims = _args(keys)
     if not isinstance(source, fx.Node) or {d % 4 for d in dims} != {2, 3}:
         return None
     return source
+
+
+def _args(node: fx.Node) -> list[Any]:
+    return list(node.args)
 
 
 def _only_reader(node: fx.Node) -> fx.Node | None:
