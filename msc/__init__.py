@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from msc.ir.plan import Plan as Plan
     from msc.ir.recompute import MemoryBudget as MemoryBudget
     from msc.passes.rewrites.parallel_block import ParallelBlock as ParallelBlock
+    from msc.passes.rewrites.sliding_window import SlidingWindow as SlidingWindow
     from msc.passes.sharding.rules.custom import sharding_rule as sharding_rule
     from msc.program import load as load
     from msc.trainer import Trainer as Trainer
@@ -65,6 +66,7 @@ PUBLIC = {
     "Zeros": "msc.initializers:Zeros",
     "Ones": "msc.initializers:Ones",
     "Constant": "msc.initializers:Constant",
+    "SlidingWindow": "msc.passes.rewrites.sliding_window:SlidingWindow",
     "sharding_rule": "msc.passes.sharding.rules.custom:sharding_rule",
     "wrap_function": "msc.capture.functions:wrap_function",
     "Mesh": "msc.ir.mesh:Mesh",

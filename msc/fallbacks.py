@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from msc.cost.flops import call_flops, is_gemm, nbytes
+from msc.cost.flops import call_flops, is_gemm, nbytes, window_of
 from msc.ir.placement import Shard
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.compilation import Compilation
@@ -35,7 +35,7 @@ def find_fallbacks(unit: Compilation) -> list[str]:
 def forward_flops(node: fx.Node) -> int:
     """FLOPs of a call on its global shapes."""
     operands = [tensors_of(o)[0] for o in operand_nodes(node) if tensors_of(o)]
-    return call_flops(node.target, operands, tensors_of(node))
+    return call_flops(node.target, operands, tensors_of(node), window_of(node))
 
 
 def _moved_bytes(node: fx.Node) -> int:

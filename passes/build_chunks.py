@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from msc.cost import call_flops
+from msc.cost import call_flops, window_of
 from msc.cost.flops import is_gemm, nbytes
 from msc.ir.errors import PlanError
 from msc.ir.passes import BIT_EXACT, UnitPass
@@ -99,7 +99,11 @@ def _cost(unit: Compilation, block: str) -> float:
                 continue
             operands = [tensors_of(o)[0] for o in operand_nodes(node) if tensors_of(o)]
             results = tensors_of(node)
-            flops = call_flops(node.target, operands, results) if is_gemm(node.target) else 0
+            flops = (
+                call_flops(node.target, operands, results, window_of(node))
+                if is_gemm(node.target)
+                else 0
+            )
             traffic = sum(nbytes(t) for t in (*operands, *results))
             total += unit.settings.cost.compute(flops, traffic)
     return total

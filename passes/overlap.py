@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from msc.cost import call_flops
+from msc.cost import call_flops, window_of
 from msc.cost.flops import is_gemm, nbytes
 from msc.ir.communication import COLLECTIVES, WAITS, group_of, is_communication
 from msc.ir.passes import BIT_EXACT, GraphPass
@@ -105,5 +105,5 @@ class _Scheduler:
             size = self.mesh.axis_size(group_of(node))
             return self.cost.collective(COLLECTIVES[node.target], payload, size)
         if is_gemm(node.target):
-            return self.cost.compute(call_flops(node.target, operands, results), 0)
+            return self.cost.compute(call_flops(node.target, operands, results, window_of(node)), 0)
         return self.cost.compute(0, sum(map(nbytes, results)))

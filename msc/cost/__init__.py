@@ -4,7 +4,7 @@ Reads only the intermediate representation. No device is ever probed.
 """
 
 from msc.cost.cluster import Cluster
-from msc.cost.flops import call_flops
+from msc.cost.flops import call_flops, window_of
 from msc.cost.model import CostModel
 
-__all__ = ["Cluster", "CostModel", "call_flops"]
+__all__ = ["Cluster", "CostModel", "call_flops", "window_of"]

@@ -1,7 +1,7 @@
 """FLOPs and bytes of one call, from the shapes in the graph.
 
 A multiply-add counts as two FLOPs; attention counts its full square (no causal halving), as in
-Narayanan et al., SC 2021.
+Narayanan et al., SC 2021, and with a window all keys of it for every query.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
+
+from msc.ir.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from msc.ir.ops.library import arguments
 
 _MATMULS = {
     torch.ops.aten.mm.default,
@@ -23,9 +27,15 @@ _MATMULS = {
 
 
 def call_flops(
-    target: Any, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+    target: Any,
+    operands: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    window: int = 0,
 ) -> int:
-    """Forward FLOPs of a call on these operands; one per element for what is no GEMM."""
+    """Forward FLOPs of a call on these operands; one per element for what is no GEMM.
+
+    window: that of an attention (`window_of`).
+    """
     name = str(target)
     if not results:
         return 0
@@ -38,12 +48,21 @@ def call_flops(
         return 2 * results[0].numel() * left.shape[-1]
     if name.startswith("msc.attention"):
         query, key = operands[1:3] if "backward" in name else operands[0:2]
-        scores = math.prod(query.shape[:-1]) * key.shape[-2]
+        seen = min(window, key.shape[-2]) if window else key.shape[-2]
+        scores = math.prod(query.shape[:-1]) * seen
         return (10 if "backward" in name else 4) * scores * query.shape[-1]
     if name.startswith("aten.scaled_dot_product"):
         query, key = operands[0], operands[1]
         return 4 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
     return sum(result.numel() for result in results)
+
+
+def window_of(node: fx.Node) -> int:
+    """The window of a call of `msc.attention` or of its gradient; 0 for none and for other ops."""
+    if node.target not in (ATTENTION, ATTENTION_BACKWARD):
+        return 0
+    window: int = arguments(node.target, node.args, node.kwargs)["window"]
+    return window
 
 
 def is_gemm(target: Any) -> bool:

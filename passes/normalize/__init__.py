@@ -13,6 +13,7 @@ from msc.passes.normalize.lift_constants import LiftConstants
 from msc.passes.normalize.raise_attention import RaiseAttention
 from msc.passes.normalize.raise_cross_entropy import RaiseCrossEntropy
 from msc.passes.normalize.raise_dropout import RaiseDropout
+from msc.passes.normalize.raise_eager_attention import RaiseEagerAttention
 from msc.passes.normalize.raise_embedding import RaiseEmbedding
 from msc.passes.normalize.raise_linear import RaiseLinear
 from msc.passes.normalize.reshape_views import ReshapeViews
@@ -22,6 +23,7 @@ NORMALIZE: tuple[GraphPass, ...] = (
     DropNoOps(),  # first: the patterns below would otherwise have to look through copies
     FillConstants(),
     RaiseAttention(),
+    RaiseEagerAttention(),  # while repeated heads and masks still look as models write them
     IdentityIndex(),  # after attention, whose constant masks need no index any more
     RaiseLinear(),
     SplitSlices(),  # after linears, whose results it splits

@@ -15,6 +15,11 @@ class MaskPattern:
     causal: bool = False
     window: int = 0
 
+    def intersect(self, other: MaskPattern) -> MaskPattern:
+        """What both of them show."""
+        windows = [each.window for each in (self, other) if each.window]
+        return MaskPattern(self.causal or other.causal, min(windows, default=0))
+
 
 def recognize(mask: Tensor) -> MaskPattern | None:
     """The pattern of a mask `[.., s, t]`, bool (True is visible) or added to the scores.

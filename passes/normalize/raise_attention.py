@@ -5,8 +5,10 @@
     %o = aten.scaled_dot_product_attention(                 %o = getitem(%attention, 0)
         %q, %k2, %v2, %mask)
 
-Repeated key-value heads are read grouped. What `msc.attention` does not compute becomes matmul and
-softmax: a mask with a gradient, value heads of another size, dropout of the probabilities.
+Repeated key-value heads are read grouped. Of a mask that is the `and` of several, those that are
+constants become attributes and the others stay a mask. What `msc.attention` does not compute
+becomes matmul and softmax: a mask with a gradient, value heads of another size, dropout of the
+probabilities.
 
 Numerics: may change by rounding; a mask of the smallest float counts as -inf.
 """
@@ -38,6 +40,7 @@ from msc.passes.normalize.rewrite import (
     shape_of,
 )
 
+_ANDS = {aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default}
 _RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
@@ -53,12 +56,16 @@ def raise_attention(gm: fx.GraphModule) -> int:
 
 
 class Masks:
-    """What is known of the masks of a graph; each is looked at once."""
+    """What is known of the masks of a graph; each is looked at once.
+
+    sums: the masks that a pass has made, by what they sum up.
+    """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._free = InputFree(gm)
         self._grads = needing_grad(gm)
         self._patterns: dict[fx.Node, MaskPattern | None] = {}
+        self.sums: dict[Any, fx.Node] = {}
 
     def pattern(self, mask: fx.Node) -> MaskPattern | None:
         """The pattern of a mask that is a constant; None if it is none, or has no pattern."""
@@ -67,9 +74,58 @@ class Masks:
             self._patterns[mask] = None if value is None else recognize(value)
         return self._patterns[mask]
 
+    def split(
+        self, emit: Emitter, mask: fx.Node, plane: tuple[int, ...]
+    ) -> tuple[MaskPattern, fx.Node | None]:
+        """What the constant parts of a mask over `plane` (s, t) say, and a mask of all others.
+
+        A bool mask that is the `and` of several has these as its parts.
+        """
+        found, rest = self._parts(mask, plane)
+        if rest == [mask]:
+            return MaskPattern(), mask
+        left = rest[0] if rest else None
+        for part in rest[1:]:
+            left = emit(aten.logical_and.default, left, part)
+        return found, left
+
+    def _parts(self, mask: fx.Node, plane: tuple[int, ...]) -> tuple[MaskPattern, list[fx.Node]]:
+        pattern = self.pattern(mask)
+        if pattern == MaskPattern() or (pattern is not None and shape_of(mask)[-2:] == plane):
+            return pattern, []
+        found, rest = MaskPattern(), []
+        for part in _conjuncts(mask):
+            inner, left = self._parts(part, plane) if part is not mask else (found, [mask])
+            found = found.intersect(inner)
+            rest += left
+        return found, rest
+
+    def visible(self, where: fx.Node, inverted: bool, plane: tuple[int, ...]) -> MaskPattern | None:
+        """The pattern of a constant that is True (inverted: False) where a key is hidden."""
+        value = self._free.value(where) if shape_of(where)[-2:] == plane else None
+        return None if value is None else recognize(value.bool() ^ (not inverted))
+
+    def value(self, mask: fx.Node) -> torch.Tensor | None:
+        """The numbers of a mask that is a constant, at batch size 2; None if it is none."""
+        return self._free.value(mask)
+
     def needs_grad(self, mask: fx.Node) -> bool:
         """Whether training changes the mask."""
         return mask in self._grads
+
+
+def _conjuncts(mask: fx.Node) -> list[fx.Node]:
+    """The two bool masks of which a mask is the `and`; itself if it is of none."""
+    if mask.target not in _ANDS:
+        return [mask]
+    parts = [part for part in mask.args if isinstance(part, fx.Node)]
+    planes = len(parts) == 2 and all(len(shape_of(part)) >= 2 for part in parts)
+    return parts if planes and all(_dtype(part) == torch.bool for part in parts) else [mask]
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
 
 
 def _raise(gm: fx.GraphModule, node: fx.Node, masks: Masks) -> None:
@@ -86,21 +142,22 @@ def _raise(gm: fx.GraphModule, node: fx.Node, masks: Masks) -> None:
     emit = Emitter(gm, node)
     q, k, v, mask = args["query"], args["key"], args["value"], args["attn_mask"]
     scale = args["scale"] if args["scale"] is not None else 1 / math.sqrt(shape_of(q)[-1])
-    causal, window = args["is_causal"], 0
-    if mask is not None and (pattern := masks.pattern(mask)) is not None:
-        mask, causal, window = None, pattern.causal, pattern.window
+    pattern = MaskPattern(args["is_causal"])
+    if mask is not None:
+        pattern, mask = masks.split(emit, mask, (shape_of(q)[-2], shape_of(k)[-2]))
     grouped_k, grouped_v = ungrouped(k), ungrouped(v)
-    if args["enable_gqa"] or _same_groups(grouped_k, grouped_v):
+    if args["enable_gqa"] or same_groups(grouped_k, grouped_v):
         k, v = grouped_k, grouped_v
     plain = args["dropout_p"] == 0.0 and (mask is None or not masks.needs_grad(mask))
-    if plain and _fits(shape_of(q), shape_of(k), shape_of(v)):
-        new = _emit_attention(emit, q, k, v, mask, float(scale), causal, window)
+    causal, window = pattern.causal, pattern.window
+    if plain and fits(shape_of(q), shape_of(k), shape_of(v)):
+        new = emit_attention(emit, q, k, v, mask, float(scale), pattern)
     else:
         new = attention_math(emit, q, k, v, mask, float(scale), causal, window, args["dropout_p"])
     replace(node, new)
 
 
-def _fits(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
+def fits(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
     """Whether `msc.attention` computes these shapes: [b,h,s,d] and twice [b,g,t,d]."""
     if not len(q) == len(k) == len(v) or len(q) not in (3, 4):
         return False
@@ -108,27 +165,30 @@ def _fits(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
     return heads and k == v and q[0] == k[0] and q[-1] == k[-1]
 
 
-def _emit_attention(
+def emit_attention(
     emit: Emitter,
     q: fx.Node,
     k: fx.Node,
     v: fx.Node,
     mask: fx.Node | None,
     scale: float,
-    causal: bool,
-    window: int,
+    pattern: MaskPattern,
+    soft_cap: float = 0.0,
 ) -> fx.Node:
+    """`msc.attention` of operands of 3 or 4 dims that fit; its `out`."""
     flat = len(shape_of(q)) == 3
     if flat:  # [b, s, d]: one head
         q, k, v = (emit(aten.unsqueeze.default, x, 1, shape=_one_head(x)) for x in (q, k, v))
         if mask is not None and len(shape_of(mask)) == 3:
             mask = emit(aten.unsqueeze.default, mask, 1, shape=_one_head(mask))
-    extra = (window,) if window else ()
+    attributes: tuple[Any, ...] = (scale, pattern.causal, pattern.window, soft_cap)
+    while attributes[-1] == 0 and len(attributes) > 2:  # as tracing drops trailing defaults
+        attributes = attributes[:-1]
     mode = mode_of(emit.gm)
     b, h, s, d = shape_of(q)
     with emit.gm.graph.inserting_before(emit.anchor):
         pair = emit.gm.graph.call_function(
-            torch.ops.msc.attention.default, (q, k, v, mask, scale, causal, *extra)
+            torch.ops.msc.attention.default, (q, k, v, mask, *attributes)
         )
         out = emit.gm.graph.call_function(operator.getitem, (pair, 0))
     dtype = q.meta["val"].dtype
@@ -170,7 +230,8 @@ def ungrouped(x: fx.Node) -> fx.Node:
     return source if expected else x
 
 
-def _same_groups(k: fx.Node, v: fx.Node) -> bool:
+def same_groups(k: fx.Node, v: fx.Node) -> bool:
+    """Whether keys and values have as many heads."""
     return len(shape_of(k)) == 4 and len(shape_of(v)) == 4 and shape_of(k)[1] == shape_of(v)[1]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
-from msc.cost import CostModel, call_flops
+from msc.cost import CostModel, call_flops, window_of
 from msc.cost.flops import is_gemm, nbytes
 from msc.ir.errors import PlanError
 from msc.ir.placement import REPLICATED, VARYING, Shard, State
@@ -170,7 +170,7 @@ class _Search:
         results = list(tensors_of(node))
         gemm = is_gemm(node.target)
         share = self.step.share((node, 0))
-        work = call_flops(node.target, operands, results) * share if gemm else 0.0
+        work = call_flops(node.target, operands, results, window_of(node)) * share if gemm else 0.0
         traffic = 0.0 if gemm else sum(nbytes(t) for t in (*operands, *results)) * share
         passes = 3 if any(value_differentiable((node, i)) for i in range(len(results))) else 1
         return self.model.compute(work, traffic) * passes

@@ -157,10 +157,17 @@ def _attend(q: Value, k: Value, scale: float, causal: bool, window: int) -> list
 
 @rule(msc.attention.default)
 def attention(
-    q: Value, k: Value, v: Value, mask: None, scale: float, causal: bool, window: int = 0
+    q: Value,
+    k: Value,
+    v: Value,
+    mask: None,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> tuple[Value, ...] | None:
     """Heads are independent of each other."""
-    if mask is not None or not _heads(q, k, v):
+    if mask is not None or soft_cap or not _heads(q, k, v):
         return None
     scores = _attend(q, k, scale, causal, window)
     out, lse = [], []
@@ -183,9 +190,10 @@ def attention_backward(
     scale: float,
     causal: bool,
     window: int = 0,
+    soft_cap: float = 0.0,
 ) -> tuple[Value, ...] | None:
     """The gradients of softmax attention, head by head."""
-    if mask is not None or not _heads(q, k, v):
+    if mask is not None or soft_cap or not _heads(q, k, v):
         return None
     if not gradient.same_shard(q) or gradient.dim != 1:
         gradient = take(whole(gradient), 1, q.indices)

@@ -17,7 +17,7 @@ from torch import Tensor
 from msc.ir.ops import attention_kernels as kernels
 from msc.ir.ops.library import HALF_DTYPES
 
-_SMALLEST, _LARGEST = 64, 512
+_SMALLEST, _LARGEST = 64, 256
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Band:
 
 
 def block_length(window: int) -> int:
-    """Queries in a block: half the window, so that a third of the scores at most is hidden."""
-    return min(max(window // 128 * 64, _SMALLEST), _LARGEST)
+    """Queries in a block: a fourth of the window, so that a fifth of the scores is hidden."""
+    return min(max(window // 256 * 64, _SMALLEST), _LARGEST)
 
 
 def bands(s: int, t: int, window: int) -> list[Band]:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch import fx
 
-from msc.cost import CostModel, call_flops
+from msc.cost import CostModel, call_flops, window_of
 from msc.cost.flops import is_gemm, nbytes
 from msc.ir.placement import PARTIAL, REPLICATED, VARYING, Shard, State
 from msc.ir.structure import output_nodes, placeholders
@@ -223,7 +223,9 @@ class Problem:
         operands = [tensors_of(operand)[0] for operand in operand_nodes(node)]
         results = tensors_of(node)
         if is_gemm(node.target):
-            whole = self.model.compute(call_flops(node.target, operands, results), 0)
+            whole = self.model.compute(
+                call_flops(node.target, operands, results, window_of(node)), 0
+            )
         else:
             whole = self.model.compute(0, sum(nbytes(t) for t in (*operands, *results)))
         passes = 3 if node.meta["differentiable"] else 1
