@@ -68,7 +68,17 @@ def differentiate(gm: fx.GraphModule, fake_mode: Any, with_backward: bool = True
     with fake_mode:
         values = [_like(node) for node in inputs]
     joint = joint_graph(gm, values)
+    _drop_factors_of_one(joint)
     return _Splitter(gm, joint).run()
+
+
+def _drop_factors_of_one(joint: fx.GraphModule) -> None:
+    """Drop products with the number 1, as the gradient of `addcmul` has them."""
+    for node in joint.graph.find_nodes(op="call_function", target=aten.mul.Scalar):
+        (x,) = node.all_input_nodes
+        if node.args[1] == 1 and tensor_of(x).dtype == tensor_of(node).dtype:
+            node.replace_all_uses_with(x)
+            joint.graph.erase_node(node)
 
 
 def _like(node: fx.Node) -> torch.Tensor:
