@@ -155,7 +155,11 @@ class Program:
             )
         ]
         return simulate(
-            self.mesh, Cluster.load(cluster), classes, self.class_of, self.report.model_flops
+            self.mesh,
+            Cluster.load(cluster),
+            classes,
+            self.class_of,
+            model_flops=self.report.model_flops,
         )
 
     def explain(self, module: str | None = None, *, html: str | Path | None = None) -> Explanation:

@@ -8,7 +8,7 @@ and the one before it is over; it keeps all of them busy for the seconds that th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from msc.cost import Cluster
@@ -103,19 +103,24 @@ class Communicator:
 class Network:
     """Finds the communicator of what a class of ranks starts.
 
-    ranks: one rank of each class; class_of: the class of a rank. Ranks that differ only on dp are
-    of one class.
+    ranks: one rank of each class; class_of: the class of a rank, which depends on its coordinates
+    on `axes` only.
     """
 
     def __init__(
-        self, mesh: Mesh, cluster: Cluster, ranks: Sequence[int], class_of: Mapping[int, int]
+        self,
+        mesh: Mesh,
+        cluster: Cluster,
+        ranks: Sequence[int],
+        class_of: Callable[[int], int],
+        axes: Collection[str],
     ) -> None:
         self._mesh = mesh
         self._cluster = cluster
         self._ranks = ranks
         self._class_of = class_of
-        # what groups of classes there are does not depend on the size of dp
-        self._few = Mesh(tuple((axis, 1 if axis == "dp" else size) for axis, size in mesh))
+        # which classes meet in a group does not depend on the sizes of the other axes
+        self._few = Mesh(tuple((axis, size if axis in axes else 1) for axis, size in mesh))
         self._known: dict[tuple[str, tuple[int, ...]], Communicator] = {}
         self._own: dict[tuple[int, str], Communicator] = {}
 
@@ -129,11 +134,11 @@ class Network:
 
     def _group(self, own: int, start: Start) -> Communicator:
         group = Group.parse(start.name)
-        first = self._few.rank(self._coordinate(own) | {"dp": 0})
-        members = group.members(self._few, first)
-        stages = frozenset(self._few.coordinate(rank).get("pp", 0) for rank in members)
-        whole = [self._mesh.rank(self._few.coordinate(rank)) for rank in members]
-        classes = tuple(sorted({self._class_of[rank] for rank in whole}))
+        here = {a: at for a, at in self._coordinate(own).items() if self._few.axis_size(a) > 1}
+        members = group.members(self._few, self._few.rank(here))
+        coordinates = [self._few.coordinate(rank) for rank in members]
+        stages = frozenset(at.get("pp", 0) for at in coordinates)
+        classes = tuple(sorted({self._class_of(self._mesh.rank(at)) for at in coordinates}))
         spans = group_spans(self._mesh, group, stages, self._cluster.devices_per_node)
         return self._shared(start.name, classes, stages, spans)
 
@@ -146,7 +151,7 @@ class Network:
                 f"%{start.label} of stage {stage} sends to or receives from stage {peer}; the mesh "
                 f"{self._mesh} has stages 0 to {self._mesh.axis_size('pp') - 1}."
             )
-        other = self._class_of[self._mesh.rank({**here, "pp": peer})]
+        other = self._class_of(self._mesh.rank({**here, "pp": peer}))
         across = crosses_nodes(self._mesh, stage, peer, self._cluster.devices_per_node)
         classes = tuple(sorted((own, other)))
         return self._shared(start.name, classes, frozenset((stage, peer)), across)

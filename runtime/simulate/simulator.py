@@ -10,7 +10,7 @@ out their operations in order and begin them when the last member has come.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -40,20 +40,18 @@ def simulate(
     cluster: Cluster,
     classes: Sequence[RankClass],
     class_of: Callable[[int], int],
+    axes: Collection[str] = ("pp", "tp"),
     model_flops: float | None = None,
 ) -> SimulationResult:
     """Simulate one step.
 
-    class_of: the index in `classes` of a rank; ranks that differ only on dp are of one class.
+    class_of: the index in `classes` of a rank. axes: those whose coordinates decide it.
     model_flops: of a step on one device without recomputation, for the model FLOPs utilization.
     Raises `CommunicationError` if the ranks do not fit together, and `VerifyError` for what no
     executor runs.
     """
     templates = Templates(cluster)
-    here = {
-        rank: class_of(rank) for rank in range(mesh.size) if mesh.coordinate(rank).get("dp", 0) == 0
-    }
-    network = Network(mesh, cluster, [each.rank for each in classes], here)
+    network = Network(mesh, cluster, [each.rank for each in classes], class_of, axes)
     ranks = [
         SimulatedRank(own, templates.of(each.graph), network) for own, each in enumerate(classes)
     ]

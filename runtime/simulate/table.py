@@ -20,6 +20,9 @@ def as_text(result: SimulationResult) -> str:
         "",
         *_aligned(_classes(result)),
     ]
+    capacity = result.cluster.memory_bytes
+    if over := [each.name for each in result.classes if each.peak_memory_bytes > capacity]:
+        lines.append(f"a device has {_gib(capacity)}: too little for {', '.join(over)}")
     if communication := _communication(result):
         lines += ["", "communication of one rank, mean over ranks", *_aligned(communication)]
     return "\n".join(lines)
@@ -32,7 +35,7 @@ def _classes(result: SimulationResult) -> list[list[str]]:
     for each in result.classes:
         times = [each.compute_seconds, each.bubble_seconds, each.skew_seconds]
         times += [each.exposed.get(axis, 0.0) for axis in axes]
-        memory = f"{each.peak_memory_bytes / 2**30:.2f} GiB"
+        memory = _gib(each.peak_memory_bytes)
         rows.append([each.name, str(each.count), *map(_ms, times), memory])
     return rows
 
@@ -51,6 +54,10 @@ def _communication(result: SimulationResult) -> list[list[str]]:
         times = [seconds, exposed, seconds - exposed]
         rows.append([*key, f"{calls:.1f}", f"{moved:.2f}", *map(_ms, times)])
     return rows if len(rows) > 1 else []
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def _ms(seconds: float) -> str:
