@@ -14,20 +14,20 @@ from msc.ir.errors import VerifyError
 from msc.ir.values import operand_nodes, tensors_of
 
 
-class _Kind(Enum):
+class Kind(Enum):
     FREE = "runs no kernel"
     STREAMED = "reads its operands from memory and writes its results"
 
 
-_ACTIONS: dict[Any, _Kind] = {
-    actions.coordinate: _Kind.FREE,
-    actions.micro_batch_index: _Kind.FREE,
-    actions.micro_batch: _Kind.FREE,
-    actions.unflatten: _Kind.FREE,
-    actions.accumulate: _Kind.STREAMED,
-    actions.flatten: _Kind.STREAMED,
-    actions.squared_norm: _Kind.STREAMED,
-    actions.adamw: _Kind.STREAMED,
+COSTS: dict[Any, Kind] = {
+    actions.coordinate: Kind.FREE,
+    actions.micro_batch_index: Kind.FREE,
+    actions.micro_batch: Kind.FREE,
+    actions.unflatten: Kind.FREE,
+    actions.accumulate: Kind.STREAMED,
+    actions.flatten: Kind.STREAMED,
+    actions.squared_norm: Kind.STREAMED,
+    actions.adamw: Kind.STREAMED,
 }
 """What the actions cost that stay on one rank; an optimizer is one kernel over all parameters."""
 
@@ -42,14 +42,14 @@ def work_of(node: fx.Node) -> Work:
     if node.target not in actions.ACTIONS:
         operands = [tensors[0] for o in operand_nodes(node) if (tensors := tensors_of(o))]
         return op_work(node.target, operands, tensors_of(node))
-    kind = _ACTIONS.get(node.target)
+    kind = COSTS.get(node.target)
     if kind is None:
         name = getattr(node.target, "__name__", str(node.target))
         raise VerifyError(
             f"%{node.name} is an action '{name}' that the simulator has no cost for. Add it to the "
             "table in runtime/simulate/durations.py."
         )
-    if kind is _Kind.FREE or _starts_a_sum(node):
+    if kind is Kind.FREE or _starts_a_sum(node):
         return NOTHING
     operands = [tensor for operand in operand_nodes(node) for tensor in tensors_of(operand)]
     return streamed_work(operands, tensors_of(node))

@@ -73,7 +73,7 @@ class Communicator:
         """A class of ranks starts its next operation; `CommunicationError` if it is another one."""
         number = self._started[own]
         self._started[own] += 1
-        kind = "send" if start.kind in ("send", "recv") else start.kind
+        kind = "message" if start.stage is not None else start.kind
         if number == len(self.operations):
             self.operations.append(
                 Communication(self, number, kind, start.payload_bytes, start.label)

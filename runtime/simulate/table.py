@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 def as_text(result: SimulationResult) -> str:
     """Tables with times in milliseconds; those of communication are means over ranks."""
-    ranks = sum(each.count for each in result.classes)
+    ranks = "1 rank" if result.mesh.size == 1 else f"{result.mesh.size} ranks"
     mfu = "unknown" if result.mfu is None else f"{result.mfu:.1%}"
     lines = [
-        f"{ranks} ranks on mesh {result.mesh}, cluster '{result.cluster.name}'",
+        f"{ranks} on mesh {result.mesh}, cluster '{result.cluster.name}'",
         f"step {_ms(result.step_seconds)} ms, MFU {mfu}, HFU {result.hfu:.1%}, "
         f"bubble {result.bubble:.1%}",
         "",
@@ -22,7 +22,7 @@ def as_text(result: SimulationResult) -> str:
     ]
     capacity = result.cluster.memory_bytes
     if over := [each.name for each in result.classes if each.peak_memory_bytes > capacity]:
-        lines.append(f"a device has {_gib(capacity)}: too little for {', '.join(over)}")
+        lines.append(f"a device has {_bytes(capacity)}: too little for {', '.join(over)}")
     if communication := _communication(result):
         lines += ["", "communication of one rank, mean over ranks", *_aligned(communication)]
     return "\n".join(lines)
@@ -35,7 +35,7 @@ def _classes(result: SimulationResult) -> list[list[str]]:
     for each in result.classes:
         times = [each.compute_seconds, each.bubble_seconds, each.skew_seconds]
         times += [each.exposed.get(axis, 0.0) for axis in axes]
-        memory = _gib(each.peak_memory_bytes)
+        memory = _bytes(each.peak_memory_bytes)
         rows.append([each.name, str(each.count), *map(_ms, times), memory])
     return rows
 
@@ -56,8 +56,8 @@ def _communication(result: SimulationResult) -> list[list[str]]:
     return rows if len(rows) > 1 else []
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _bytes(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def _ms(seconds: float) -> str:

@@ -30,7 +30,9 @@ def _process(each: ClassResult) -> Iterator[dict[str, Any]]:
     more = f" and {each.count - 1} alike" if each.count > 1 else ""
     yield _name("process_name", pid, _COMPUTE, f"{each.name}: rank {pid}{more}")
     yield _name("thread_name", pid, _COMPUTE, "compute")
-    for piece in each.slices:
+    # an outer slice before those that it holds, as readers nest what begins together in file order;
+    # of two that are equal, the inner one ended first
+    for piece in sorted(reversed(each.slices), key=lambda piece: (piece.begin, -piece.end)):
         yield _complete(pid, _COMPUTE, piece.kind, piece.label, piece.begin, piece.end)
     names = dict.fromkeys(transfer.name for transfer in each.transfers)
     threads = {name: number for number, name in enumerate(names, _COMPUTE + 1)}
