@@ -1,4 +1,4 @@
-"""The command `msc`: verify, compile and explain a model from the shell.
+"""The command `msc`: verify, compile, explain and simulate a model from the shell.
 
 Exit codes: 0 all is well; 1 the parallel program computes something else than the single-device
 one; 2 the input cannot be used, as one message on stderr (with --json, as JSON on stdout); 3 MSC
@@ -79,7 +79,10 @@ MicroBatches = Annotated[
 Schedule = Annotated[str, typer.Option("--schedule", help="Pipeline schedule: 1f1b or gpipe.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="JSON file of an msc.Cluster; costs are seconds.")
+    Path | None,
+    typer.Option(
+        "--cluster", help="JSON file of an msc.Cluster, or a100 or h100; costs are seconds."
+    ),
 ]
 Memory = Annotated[
     int | None, typer.Option("--memory", help="Bytes that one rank may hold.", metavar="BYTES")
@@ -180,7 +183,7 @@ def compile_command(
         if save_plan is not None:
             program.plan.save(save_plan)
         if dump is not None:
-            _dump(program, dump)
+            _write(dump, program.dump)
 
         def show() -> int:
             if as_json:
@@ -226,6 +229,54 @@ def explain(
     raise typer.Exit(_guarded(action, as_json=False))
 
 
+@app.command()
+def simulate(
+    target: Target,
+    cluster: Annotated[
+        Path, typer.Option("--cluster", help="JSON file of an msc.Cluster, or a100 or h100.")
+    ],
+    mesh: MeshOption = "",
+    microbatches: MicroBatches = 1,
+    schedule: Schedule = "1f1b",
+    optimizer: Annotated[
+        Optimizer | None, typer.Option("--optimizer", help="Include the optimizer's step.")
+    ] = None,
+    precision: Annotated[
+        DType | None, typer.Option("--precision", help="Convert parameters and inputs to this.")
+    ] = None,
+    plan: PlanFile = None,
+    pins: PinsFile = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a trace that ui.perfetto.dev opens.")
+    ] = None,
+) -> None:
+    """Compile for a cluster, and say what a step takes on it: time, MFU, bubble, communication."""
+
+    def action() -> Callable[[], int]:
+        program = _compiled(
+            target,
+            pins,
+            mesh=mesh,
+            microbatches=microbatches,
+            schedule=schedule,
+            optimizer=None if optimizer is None else msc.AdamW(),
+            precision=None if precision is None else precision.value,
+            cluster=cluster,
+            plan=plan,
+        )
+        result = program.simulate(cluster)
+        if trace is not None:
+            _write(trace, result.save_trace)
+
+        def show() -> int:
+            print(result)
+            return 0
+
+        return show
+
+    raise typer.Exit(_guarded(action, as_json=False))
+
+
 def _compiled(target: str, pins: Path | None, **options: Any) -> msc.program.Program:
     """Compile what a target builds; `options` are those of `msc.compile`."""
     built = load_target(target)
@@ -234,11 +285,11 @@ def _compiled(target: str, pins: Path | None, **options: Any) -> msc.program.Pro
     )
 
 
-def _dump(program: msc.program.Program, folder: Path) -> None:
+def _write(path: Path, write: Callable[[Path], None]) -> None:
     try:
-        program.dump(folder)
+        write(path)
     except OSError as error:
-        raise UserError(f"The folder '{folder}' cannot be written: {error}") from error
+        raise UserError(f"'{path}' cannot be written: {error}") from error
 
 
 def _guarded(action: Callable[[], Callable[[], int]], as_json: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from msc.capture.captured import has_values
+from msc.cost import Cluster
+from msc.cost.memory import memory_bytes
 from msc.ir.dump import Dump
 from msc.ir.errors import InputError, UserError
 from msc.ir.inline import inline
@@ -21,8 +24,8 @@ from msc.ir.optimizer import Optimizer
 from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_dump import write_dump
-from msc.program_memory import memory_bytes
 from msc.report import CompileReport
+from msc.runtime.simulate import RankClass, SimulationResult, simulate
 from msc.runtime.state import RankState
 from msc.runtime.virtual import VirtualExecutor
 from msc.saved_tensors import SavedTensors, held_indices
@@ -131,6 +134,33 @@ class Program:
     def memory_bytes(self) -> list[int]:
         """Predicted bytes of one rank of each class: state, gradients, and saved activations."""
         return [memory_bytes(graph) for graph in self.rank_graphs]
+
+    def simulate(self, cluster: Cluster | str | Path | Mapping[str, Any]) -> SimulationResult:
+        """What one step would take on a cluster: time, utilization, bubble, exposed communication.
+
+        `cluster` is what `msc.Cluster.load` takes: a cluster, a JSON file, or "a100" or "h100".
+        Nothing runs and no device is asked. Raises `PlanError` for what is no cluster.
+        """
+        dp = self.mesh.axis_size("dp")
+        bounds = (*self.tp_bounds, self.mesh.axis_size("tp"))
+        firsts = [
+            (stage, first, (end - first) * dp)
+            for stage in range(self.mesh.axis_size("pp"))
+            for first, end in itertools.pairwise(bounds)
+        ]
+        classes = [
+            RankClass(name, self.mesh.rank({"pp": stage, "tp": first}), count, graph)
+            for name, (stage, first, count), graph in zip(
+                self.class_names, firsts, self.rank_graphs, strict=True
+            )
+        ]
+        return simulate(
+            self.mesh,
+            Cluster.load(cluster),
+            classes,
+            self.class_of,
+            model_flops=self.report.model_flops,
+        )
 
     def explain(self, module: str | None = None, *, html: str | Path | None = None) -> Explanation:
         """Say where everything lies and what is sent; of a module, layer or parameter: why.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from msc.cost.flops import nbytes
+from msc.cost.flops import is_gemm, nbytes
 from msc.fallbacks import find_fallbacks, forward_flops
 from msc.ir.placement import Shard
 from msc.ir.structure import placeholders
@@ -31,6 +31,8 @@ class CompileReport:
     notes: what the compiler did otherwise than a user might expect.
     cpu_seconds: pass -> seconds; "capture" is the first.
     rewrites: each place that a rewrite looked at: what was done, or why it was left alone.
+    model_flops: of the GEMMs of a step on one device: the forward, and twice that for the backward
+        (Narayanan et al., SC 2021).
     """
 
     sharded: Mapping[str, Mapping[str, float]]
@@ -44,6 +46,7 @@ class CompileReport:
     chunks: tuple[tuple[str, ...], ...] = ()
     search_cost: float = 0.0
     rewrites: tuple[str, ...] = ()
+    model_flops: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; without times, so that equal programs have equal reports."""
@@ -57,6 +60,7 @@ class CompileReport:
             "instances": self.instances,
             "chunks": [list(chunk) for chunk in self.chunks],
             "rewrites": list(self.rewrites),
+            "model_flops": self.model_flops,
         }
 
 
@@ -80,7 +84,19 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         ),
         search_cost=unit.placed.cost if unit.placed else 0.0,
         rewrites=tuple(map(str, unit.findings)),
+        model_flops=_model_flops(unit),
     )
+
+
+def _model_flops(unit: Compilation) -> int:
+    forward = sum(
+        unit.structure.counts.get(name, 0) * forward_flops(node)
+        for name, gm in unit.structure.blocks.items()
+        for node in gm.graph.nodes
+        if is_gemm(node.target)
+    )
+    # a loss that is not separable is captured on one micro-batch
+    return 3 * forward * (1 if unit.settings.separable else unit.settings.micro_batches)
 
 
 def _sharded(unit: Compilation) -> dict[str, dict[str, float]]:

@@ -239,6 +239,22 @@ def test_explain_says_where_everything_lies(models: str, tmp_path: Path) -> None
     assert "nothing in a module 'x'" in error("explain", f"{models}:on_meta", "x", "--mesh", "tp=2")
 
 
+def test_simulate_says_what_a_step_takes(models: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    options = ("--mesh", "pp=2", "--microbatches", "2", "--cluster", "a100")
+    result = run("simulate", f"{models}:on_meta", *options, "--trace", str(trace))
+    assert result.exit_code == 0
+    assert result.stdout.startswith("2 ranks on mesh pp=2, cluster '8x A100 80GB SXM per node")
+    assert re.search(r"^stage1 +1 +\d", result.stdout, re.MULTILINE)
+    assert re.search(r"^pp +recv +2\.0 ", result.stdout, re.MULTILINE)
+    assert {each["pid"] for each in json.loads(trace.read_text())["traceEvents"]} == {0, 1}
+    nowhere = str(tmp_path / "nowhere" / "t.json")
+    refused = error("simulate", f"{models}:on_meta", "--cluster", "h100", "--trace", nowhere)
+    assert f"'{nowhere}' cannot be written" in refused
+    unknown = error("simulate", f"{models}:on_meta", "--cluster", "b200")
+    assert "Cluster file 'b200' cannot be read" in unknown
+
+
 def test_a_plan_goes_from_command_to_command(models: str, tmp_path: Path) -> None:
     target, plan, pins = f"{models}:build", str(tmp_path / "plan.json"), tmp_path / "pins.json"
     pins.write_text('{"layers.*.weight": {"tp": "Shard(1)"}, "*.bias": {"tp": "Replicate()"}}')

@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import msc
+from msc.cost.clusters import presets
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"msc": "msc", "passes": "msc.passes", "codegen": "msc.codegen", "runtime": "msc.runtime"}
@@ -79,7 +80,8 @@ def test_the_wheel_holds_msc_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name == f"megascale_compiler-{msc.__version__}-py3-none-any.whl"
     installed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert installed == {*sources(), "msc/py.typed"}
+    clusters = {f"msc/cost/clusters/{path.name}" for path in presets().values()}
+    assert installed == {*sources(), "msc/py.typed", *clusters}
 
 
 def pins() -> dict[str, str]:

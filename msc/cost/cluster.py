@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from msc.cost.clusters import presets
 from msc.ir.errors import PlanError
+
+_MAY_BE_ZERO = ("node_latency_s", "network_latency_s", "launch_s")
 
 
 @dataclass(frozen=True)
 class Cluster:
     """Peak rates of one device and of the links between devices.
 
-    flops_per_s: of the matrix units in the model's dtype; memory_bytes_per_s: device memory;
-    memory_bytes: capacity of one device; devices_per_node; *_bytes_per_s: bandwidth of one device
-    inside a node and across nodes; *_latency_s: of one message; launch_s: floor of one op.
+    flops_per_s: of the matrix units, in every dtype that `dtype_flops_per_s` does not name
+    ("float32" -> FLOP/s); memory_bytes_per_s: device memory; memory_bytes: capacity of one device;
+    devices_per_node; *_bytes_per_s: bandwidth of one device, one way, inside a node and across
+    nodes; *_latency_s: of one message; launch_s: floor of one op; gemm_efficiency: the fraction of
+    the peak that GEMMs reach, as measured; sources: where the figures are from.
     """
 
     name: str
@@ -30,15 +37,53 @@ class Cluster:
     node_latency_s: float = 5e-6
     network_latency_s: float = 2e-5
     launch_s: float = 5e-6
+    gemm_efficiency: float = 1.0
+    dtype_flops_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    sources: str = ""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name != "name" and not (isinstance(value, (int, float)) and value > 0):
-                raise PlanError(f"Cluster '{self.name}': {name} is {value!r}; it must be positive.")
+            if name == "dtype_flops_per_s":
+                self._check_dtypes(value)
+            elif name not in ("name", "sources"):
+                self._check(name, value)
+        if self.gemm_efficiency > 1:
+            raise PlanError(
+                f"Cluster '{self.name}': gemm_efficiency is {self.gemm_efficiency!r}; it is a "
+                "fraction of the peak, 1 at most."
+            )
+
+    def _check(self, name: str, value: Any) -> None:
+        number = isinstance(value, (int, float))
+        if name in _MAY_BE_ZERO and number and value == 0:
+            return
+        if not number or not value > 0:
+            raise PlanError(f"Cluster '{self.name}': {name} is {value!r}; it must be positive.")
+
+    def _check_dtypes(self, rates: Any) -> None:
+        if not isinstance(rates, Mapping):
+            raise PlanError(
+                f"Cluster '{self.name}': dtype_flops_per_s is {rates!r}; it maps dtypes to rates, "
+                'as {"float32": 1.95e13}.'
+            )
+        for name, value in rates.items():
+            if not isinstance(getattr(torch, name, None), torch.dtype):
+                raise PlanError(
+                    f"Cluster '{self.name}': dtype_flops_per_s names '{name}', which is no dtype "
+                    "of torch."
+                )
+            self._check(f"dtype_flops_per_s of {name}", value)
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """FLOP/s of the matrix units in a dtype."""
+        return self.dtype_flops_per_s.get(str(dtype).removeprefix("torch."), self.flops_per_s)
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any] | Cluster) -> Cluster:
-        """Read a cluster from a JSON file or a mapping; a cluster passes through."""
+        """Read a cluster from a JSON file or a mapping, or a shipped one by its name.
+
+        A cluster passes through. Shipped are the files of `msc/cost/clusters`: "a100", "h100".
+        """
         if isinstance(source, Cluster):
             return source
         if isinstance(source, Mapping):
@@ -48,16 +93,9 @@ class Cluster:
                 f"cluster is a {type(source).__name__}; it is an msc.Cluster, a mapping or a file."
             )
         else:
-            try:
-                values = json.loads(Path(source).read_text())
-            except (OSError, json.JSONDecodeError) as error:
-                raise PlanError(f"Cluster file '{source}' cannot be read: {error}") from error
+            values = _read(source)
         known = {field.name for field in fields(cls)}
-        required = {f.name for f in fields(cls)} - {
-            "node_latency_s",
-            "network_latency_s",
-            "launch_s",
-        }
+        required = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
         if unknown := sorted(set(values) - known):
             raise PlanError(f"Cluster has unknown fields {unknown}. Known: {sorted(known)}.")
         if missing := sorted(required - set(values)):
@@ -67,3 +105,17 @@ class Cluster:
     def save(self, path: str | Path) -> None:
         """Write the cluster as JSON, to be read by `load`."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def _read(source: str | Path) -> dict[str, Any]:
+    shipped = presets()
+    try:
+        values = json.loads(shipped.get(str(source), Path(source)).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise PlanError(
+            f"Cluster file '{source}' cannot be read: {error}. Clusters that need no file: "
+            f"{', '.join(shipped)}."
+        ) from error
+    if not isinstance(values, dict):
+        raise PlanError(f"Cluster file '{source}' holds no JSON object with a cluster's fields.")
+    return values

@@ -34,7 +34,8 @@ class CostModel:
         """Cost of work that runs `flops` on the matrix units and moves `memory_bytes`."""
         if self.cluster is None:
             return _FLOP * flops + _MEMORY_BYTE * memory_bytes
-        return flops / self.cluster.flops_per_s + memory_bytes / self.cluster.memory_bytes_per_s
+        rate = self.cluster.flops_per_s * self.cluster.gemm_efficiency
+        return flops / rate + memory_bytes / self.cluster.memory_bytes_per_s
 
     def collective(self, kind: str, payload_bytes: float, size: int) -> float:
         """Cost of a ring collective of `size` neighbours on a value of `payload_bytes` (whole)."""

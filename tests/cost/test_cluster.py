@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from msc.cost import Cluster
+from msc.cost.clusters import presets
 from msc.ir.errors import PlanError
 
 VALUES: dict[str, Any] = {
@@ -44,6 +46,44 @@ def test_a_rate_is_positive(value: Any) -> None:
     )
 
 
+def test_latencies_may_be_zero() -> None:
+    zero = {"node_latency_s": 0, "network_latency_s": 0.0, "launch_s": 0}
+    assert Cluster.load({**VALUES, **zero}).launch_s == 0
+    with pytest.raises(PlanError, match="launch_s is -1; it must be positive"):
+        Cluster.load({**VALUES, "launch_s": -1})
+
+
+def test_a_dtype_may_have_a_rate_of_its_own() -> None:
+    cluster = Cluster.load({**VALUES, "dtype_flops_per_s": {"float32": 1e13}})
+    assert cluster.peak(torch.float32) == 1e13
+    assert cluster.peak(torch.bfloat16) == 1e15
+    assert hash(cluster) == hash(Cluster.load(VALUES))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dtype_flops_per_s": {"float33": 1e13}}, "dtype_flops_per_s names 'float33', which is"),
+        ({"dtype_flops_per_s": {"float32": 0}}, "dtype_flops_per_s of float32 is 0; it must be"),
+        ({"dtype_flops_per_s": 3}, "dtype_flops_per_s is 3; it maps dtypes to rates"),
+        ({"gemm_efficiency": 1.5}, "gemm_efficiency is 1.5; it is a fraction of the peak"),
+    ],
+)
+def test_rates_that_cannot_be(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError) as error:
+        Cluster.load({**VALUES, **values})
+    assert str(error.value).startswith(f"Cluster 'two nodes': {message}")
+
+
+@pytest.mark.parametrize("name", ["a100", "h100"])
+def test_a_shipped_cluster_is_read_by_its_name(name: str) -> None:
+    cluster = Cluster.load(name)
+    assert cluster == Cluster.load(presets()[name])
+    assert cluster.name.startswith(f"8x {name.upper()}")
+    assert "datasheet" in cluster.sources
+    assert cluster.peak(torch.bfloat16) > cluster.peak(torch.float32)
+
+
 def test_unknown_and_missing_fields_are_named() -> None:
     with pytest.raises(PlanError, match=r"^Cluster has unknown fields \['flops'\]\. Known: \["):
         Cluster.load({**VALUES, "flops": 1})
@@ -61,3 +101,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -
     with pytest.raises(PlanError) as error:
         Cluster.load(path)
     assert str(error.value).startswith(f"Cluster file '{path}' cannot be read: ")
+    assert str(error.value).endswith("Clusters that need no file: a100, h100.")
+
+
+def test_a_file_holds_an_object(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text("[1, 2]")
+    with pytest.raises(PlanError, match=r"holds no JSON object with a cluster's fields"):
+        Cluster.load(path)

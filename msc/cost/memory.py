@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +25,12 @@ def memory_bytes(graph: fx.GraphModule) -> int:
     what a chunk uses only inside. A chunk's results count as memory of their own, also where it
     returns what it was given.
     """
-    return _Liveness(graph).peak()
+    return max(live_bytes(graph))
+
+
+def live_bytes(graph: fx.GraphModule) -> list[int]:
+    """Bytes live while each node of a rank graph runs, in order; its maximum is `memory_bytes`."""
+    return _Liveness(graph).live()
 
 
 class _Liveness:
@@ -41,24 +46,23 @@ class _Liveness:
         self.held: dict[fx.Node, Any] = {}
         self.end = len(graph.graph.nodes)
         for position, node in enumerate(graph.graph.nodes):
-            for operand in node.all_input_nodes:
+            picks = node.target is operator.getitem  # uses one item alone
+            for operand in () if picks else node.all_input_nodes:
                 self._use(operand, self.end if node.op == "output" else position)
             if node.op != "output":
                 self.held[node] = self._value(node, position)
+            if picks:
+                self._use(node, position)
             if node.op == "placeholder":
                 self._use(node, self.end)  # the caller holds it
 
-    def peak(self) -> int:
-        """The largest sum of sizes of storages that are live together."""
-        change: dict[int, int] = defaultdict(int)
+    def live(self) -> list[int]:
+        """The sum of sizes of the storages that are live at each position."""
+        change = [0] * (self.end + 2)
         for size, first, last in zip(self.sizes, self.first, self.last, strict=True):
             change[first] += size
             change[last + 1] -= size
-        live = most = 0
-        for position in sorted(change):
-            live += change[position]
-            most = max(most, live)
-        return most
+        return list(itertools.accumulate(change[: self.end]))
 
     def _use(self, node: fx.Node, position: int) -> None:
         for storage in pytree.tree_leaves(self.held[node]):

@@ -7,9 +7,9 @@ import operator
 import torch
 from torch import fx
 
+from msc.cost.memory import memory_bytes
 from msc.ir import actions
 from msc.ir.optimizer import AdamW
-from msc.program_memory import memory_bytes
 from tests.passes.graphs import compilation, layers, through
 from tests.runtime.build import ATEN, C10D, Builder, all_reduce, recv, send
 
