@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,11 @@ def test_windows_and_soft_caps_of_models() -> None:
         (True, 0, 50.0),
         (True, 4, 50.0),
     ]
-    sizes = {**zoo.LLAMA, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    sizes: dict[str, Any] = {
+        **zoo.LLAMA,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+    }
     qwen2 = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
     assert windows(qwen2.train()) == [(True,), (True, 4), (True, 4)]
