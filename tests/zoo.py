@@ -110,6 +110,10 @@ GPT2 = {
 }
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GROUPED = {"num_key_value_heads": 2, "head_dim": WIDTH // HEADS}
+GEMMA3 = {
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 MIXTRAL = {**LLAMA, **GROUPED, "num_local_experts": 4}
 VISION = {
     "hidden_size": WIDTH,
@@ -148,6 +152,15 @@ FALCON = {
     "hidden_size": WIDTH,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+MPT = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "n_layers": LAYERS,
+    "n_heads": HEADS,
+    "max_seq_len": LENGTH,
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
@@ -252,8 +265,12 @@ MODELS: dict[str, Entry] = {
     "gemma2": Entry(
         _of("Gemma2ForCausalLM", "Gemma2Config", LLAMA, sliding_window=4, **GROUPED), _tokens
     ),
+    "gemma3": Entry(
+        _of("Gemma3ForCausalLM", "Gemma3TextConfig", LLAMA, **GEMMA3, **GROUPED), _tokens
+    ),
     "phi": Entry(_of("PhiForCausalLM", "PhiConfig", LLAMA), _tokens),
     "opt": Entry(_of("OPTForCausalLM", "OPTConfig", OPT), _masked_tokens),
+    "mpt": Entry(_of("MptForCausalLM", "MptConfig", MPT), _tokens),
     "falcon": Entry(_of("FalconForCausalLM", "FalconConfig", FALCON), _tokens),
     "falcon-alibi": Entry(
         _of("FalconForCausalLM", "FalconConfig", FALCON, alibi=True), _masked_tokens

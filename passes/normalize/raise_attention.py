@@ -58,14 +58,14 @@ def raise_attention(gm: fx.GraphModule) -> int:
 class Masks:
     """What is known of the masks of a graph; each is looked at once.
 
-    sums: the masks that a pass has made, by what they sum up.
+    sums: the masks that a pass has made, by the masks that they are the sum of.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._free = InputFree(gm)
         self._grads = needing_grad(gm)
         self._patterns: dict[fx.Node, MaskPattern | None] = {}
-        self.sums: dict[Any, fx.Node] = {}
+        self.sums: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def pattern(self, mask: fx.Node) -> MaskPattern | None:
         """The pattern of a mask that is a constant; None if it is none, or has no pattern."""

@@ -5,9 +5,10 @@
     %p = aten.softmax(%c + %causal, -1)                    %o = getitem(%attention, 0)
     %o = aten.matmul(%p, %v)
 
-Between product and softmax may stand scaling by numbers, a soft cap, and masks: added, or in whose
-place very low numbers are written. Left alone are probabilities that something else reads (dropout,
-outputs), masks with a gradient, and a softmax in a narrower type than its operands.
+Between product and softmax may stand scaling by numbers, a soft cap, and masks: constants that have
+a pattern, or that are added and hide no key. Left alone are other masks (padding, a trained bias),
+probabilities that something else reads (dropout, outputs), and a softmax in a narrower type than
+its operands.
 
 Numerics: may change by rounding; scores of half types stay in float32.
 """
@@ -44,11 +45,10 @@ _LOW = -1e30
 
 @dataclass(frozen=True)
 class Hidden:
-    """Scores that a low number replaces: where `where` is True, or where it is False."""
+    """Scores that a low number replaces: where `where` is True (inverted: False)."""
 
     where: fx.Node
     inverted: bool
-    low: float
 
 
 @dataclass
@@ -94,7 +94,10 @@ def _raise(gm: fx.GraphModule, softmax: fx.Node, masks: Masks) -> bool:
     if len(shape_of(q)) != 4 or not fits(shape_of(q), shape_of(k), shape_of(v)):
         return False
     emit = Emitter(gm, product)
-    pattern, mask = _masks_of(emit, scores, masks, (shape_of(q)[-2], shape_of(k)[-2]))
+    found = _masks_of(emit, scores, masks, (shape_of(q)[-2], shape_of(k)[-2]))
+    if found is None:
+        return False
+    pattern, mask = found
     new = emit_attention(emit, q, k, v, mask, scores.scale, pattern, scores.soft_cap)
     replace(product, new)
     return True
@@ -152,13 +155,13 @@ def _masked(node: fx.Node, masks: Masks) -> Scores | None:
         return None
     if node.target is aten.masked_fill.Scalar:
         source, where, low = _args(node)
-        hidden = Hidden(where, False, low)
+        hidden = Hidden(where, inverted=False)
     elif node.target in (aten.where.self, aten.where.ScalarOther):
         where, source, low = _args(node)
-        hidden = Hidden(where, True, _number(low, masks))
+        hidden, low = Hidden(where, inverted=True), _number(low, masks)
     else:
         return None
-    found = _scores(source, masks) if hidden.low <= _LOW else None
+    found = _scores(source, masks) if low <= _LOW else None
     if found is not None:
         found.hidden.append(hidden)
     return found
@@ -174,71 +177,52 @@ def _number(low: Any, masks: Masks) -> float:
 
 def _masks_of(
     emit: Emitter, scores: Scores, masks: Masks, plane: tuple[int, ...]
-) -> tuple[MaskPattern, fx.Node | None]:
-    """The pattern that constant masks have, and the sum of all others.
+) -> tuple[MaskPattern, fx.Node | None] | None:
+    """The pattern that masks have, and the sum of constants that hide no key; None for others.
 
-    A query that sees no key weighs all keys alike in these models, where low numbers are finite.
-    An attribute hides the keys after it from it; so there are attributes only where each query sees
-    itself: where no other mask can hide a key.
+    A query that sees no key weighs all keys alike in these models, where low numbers are finite;
+    `msc.attention` gives 0. So each query must see itself, whatever the inputs are.
     """
-    found = MaskPattern()
-    bias: list[fx.Node] = []
-    hides = False
-    rest: list[Hidden] = []
+    found, bias = MaskPattern(), []
     for mask in scores.added:
         pattern = masks.pattern(mask) if shape_of(mask)[-2:] == plane else None
-        if pattern is not None:
+        if pattern is None:
+            value = masks.value(mask)
+            if value is None or bool((value <= _LOW).any()):
+                return None
+            bias.append(mask)
+        else:
             found = found.intersect(pattern)
-            continue
-        value = masks.value(mask)
-        hides = hides or value is None or bool((value <= _LOW).any())
-        bias.append(mask)
     for each in scores.hidden:
         pattern = masks.visible(each.where, each.inverted, plane)
-        if pattern is not None:
-            found = found.intersect(pattern)
-        else:
-            rest.append(each)
-    if hides or rest:
-        found, bias, rest = MaskPattern(), list(scores.added), scores.hidden
-    return found, _sum(emit, tuple(bias), tuple(rest), _dtype(scores.q), masks.sums)
+        if pattern is None:
+            return None
+        found = found.intersect(pattern)
+    return found, _sum(emit, bias, masks)
 
 
-def _sum(
-    emit: Emitter,
-    added: tuple[fx.Node, ...],
-    hidden: tuple[Hidden, ...],
-    dtype: torch.dtype,
-    known: dict[Any, fx.Node],
-) -> fx.Node | None:
+def _sum(emit: Emitter, added: list[fx.Node], masks: Masks) -> fx.Node | None:
     """All masks as one that is added; the same node for the same masks of other layers."""
-    if not hidden and len(added) < 2:
-        return added[0] if added else None
-    key = (added, hidden, dtype)
-    if key not in known:
-        total, *others = [*added, *(_as_bias(emit, each, dtype) for each in hidden)]
-        for mask in others:
-            total = emit(aten.add.Tensor, total, mask)
-        known[key] = total
-    return known[key]
-
-
-def _as_bias(emit: Emitter, hidden: Hidden, dtype: torch.dtype) -> fx.Node:
-    """0 where keys are visible, the low number where they are not."""
-    zero = emit(aten.full.default, [], 0.0, dtype=dtype)
-    if hidden.inverted:
-        return emit(aten.where.ScalarOther, hidden.where, zero, hidden.low)
-    return emit(aten.where.ScalarSelf, hidden.where, hidden.low, zero)
+    total = None
+    for count, mask in enumerate(added, 1):
+        key = tuple(added[:count])
+        if key not in masks.sums:
+            masks.sums[key] = mask if total is None else emit(aten.add.Tensor, total, mask)
+        total = masks.sums[key]
+    return total
 
 
 def _untransposed(keys: Any) -> fx.Node | None:
     """The `[b, g, t, d]` of which `keys` is the transpose."""
-    if not isinstance(keys, fx.Node) or keys.target is not aten.transpose.int:
+    if not isinstance(keys, fx.Node):
         return None
-    source, *dims = _args(keys)
-    if not isinstance(source, fx.Node) or {d % 4 for d in dims} != {2, 3}:
-        return None
-    return source
+    (source, *dims) = _args(keys)
+    swaps = (
+        keys.target is aten.mT.default
+        or (keys.target is aten.transpose.int and {d % 4 for d in dims} == {2, 3})
+        or (keys.target is aten.permute.default and [d % 4 for d in dims[0]] == [0, 1, 3, 2])
+    )
+    return source if swaps else None
 
 
 def _args(node: fx.Node) -> list[Any]:

@@ -145,7 +145,7 @@ class SlidingWindow(Rewrite):
             cleared = gm.graph.call_function(aten.masked_fill.Scalar, (node, old, 0.0))
         cleared.meta = dict(node.meta)
         node.replace_all_uses_with(cleared, delete_user_cb=lambda user: user is not cleared)
-        return f"{seen}; as matmul and softmax, which still compute the scores of all keys"
+        return f"{seen}, and the scores of all are still computed"
 
 
 def _plane(node: fx.Node) -> tuple[int, int]:

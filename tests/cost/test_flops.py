@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import msc.ir.ops  # noqa: F401  registers the opaque ops
-from msc.cost import call_flops
+from msc.cost import call_flops, window_of
 from msc.cost.flops import is_gemm, nbytes
 
 ATEN = torch.ops.aten
@@ -81,6 +81,23 @@ def test_causal_attention_is_not_halved() -> None:
     target = OPS.attention.default
     found = [call_flops(target, (q, q, q), target(q, q, q, None, 1.0, c)) for c in (False, True)]
     assert found[0] == found[1]
+
+
+def test_a_window_counts_its_keys() -> None:
+    q, k = random(1, 2, 8, 4), random(1, 2, 6, 4)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for target, operands, results, factor in (
+        (OPS.attention.default, (q, k, k), (q,), 4),
+        (OPS.attention_backward.default, (q, q, k, k), (q, k, k), 10),
+    ):
+        tensors = [x] * (6 if factor == 10 else 3)
+        node = graph.call_function(target, (*tensors, None, 1.0, True, 3))
+        assert window_of(node) == 3
+        for window, seen in ((3, 3), (7, 6), (0, 6)):
+            assert call_flops(target, operands, results, window) == factor * 2 * 8 * seen * 4
+    plain = graph.call_function(OPS.attention.default, (x, x, x, None, 1.0, True))
+    assert window_of(plain) == window_of(graph.call_function(ATEN.relu.default, (x,))) == 0
 
 
 @pytest.mark.parametrize("target", [ATEN.relu.default, ATEN.sin.default, ATEN.clone.default])

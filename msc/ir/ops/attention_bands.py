@@ -120,7 +120,7 @@ def _masked_bands(
     q: Tensor, k: Tensor, mask: Tensor | None, window: int
 ) -> Iterator[tuple[Band, Tensor | None]]:
     """Each band with its additive mask; None where no query sees a key."""
-    known: dict[tuple[int, int, int], Tensor] = {}
+    shape, common = None, None
     for band in bands(q.shape[2], k.shape[2], window):
         if band.keys.start == band.keys.stop:
             yield band, None
@@ -130,11 +130,10 @@ def _masked_bands(
             hidden = band.hidden(window, q.device)
             yield band, kernels.additive(_part(mask, band), hidden, part)
             continue
-        if band.shape not in known:  # all blocks but the first few look alike
-            bias = kernels.additive(None, band.hidden(window, q.device), part)
-            assert bias is not None
-            known[band.shape] = bias
-        yield band, known[band.shape]
+        if band.shape != shape:  # all blocks but the first few and the last look alike
+            shape, common = band.shape, None  # frees the other before this one is made
+            common = kernels.additive(None, band.hidden(window, q.device), part)
+        yield band, common
 
 
 def _part(mask: Tensor, band: Band) -> Tensor:

@@ -131,6 +131,27 @@ def test_other_masks_stay_masks() -> None:
     assert attention(alibi).args[3] is not None
 
 
+def test_constant_parts_of_a_mask_become_attributes() -> None:
+    """Also where padding hides every key of a query: the product is 0 then, as torch has it."""
+    padding = torch.ones(3, 5, dtype=torch.bool)
+    padding[0, :2] = False
+
+    def banded(x: Tensor, seen: Tensor) -> Tensor:
+        rows, columns = torch.arange(5)[:, None], torch.arange(5)[None]
+        band = (columns > rows - 3) & (columns <= rows)
+        return (torch.ones((), dtype=torch.bool) & band) & seen[:, None, None, :]
+
+    mask, *rest = attention(with_mask(banded, padding)).args[3:]
+    assert rest == [0.5, True, 3]
+    assert isinstance(mask, fx.Node)
+    assert tuple(mask.meta["val"].shape) == (3, 1, 1, 5)
+
+
+def test_a_row_that_stands_for_all_is_no_causal_mask() -> None:
+    first = with_mask(lambda x: (torch.arange(5) < 1).expand(1, 5))
+    assert attention(first).args[3] is not None
+
+
 def test_a_mask_that_differs_between_samples_stays() -> None:
     captured = with_mask(
         lambda x: (
