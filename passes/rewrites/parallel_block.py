@@ -105,7 +105,7 @@ def _read_stream(gm: fx.GraphModule, block: SerialBlock) -> None:
     """Let the MLP's norm read the stream in place of the sum with the attention."""
     nodes = block.mlp.norm.nodes
     first = next(node for node in gm.graph.nodes if node in nodes)
-    stream = _shaped(gm, block.stream, first, block.seen)
+    stream = _shaped(gm, block.stream, first.prev, block.seen)
     for node in nodes:
         node.replace_input_with(block.seen, stream)
 

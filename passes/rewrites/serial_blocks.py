@@ -212,6 +212,7 @@ def _branch(name: str, residual: _Residual, origins: Origins) -> Branch:
     outputs = {norm.output: norm for norm in norms}
     inner = {node for norm in norms for node in norm.nodes}
     inside: set[fx.Node] = set()
+    direct = False
     pending = [residual.end]
     while pending:
         node = pending.pop()
@@ -221,9 +222,7 @@ def _branch(name: str, residual: _Residual, origins: Origins) -> Branch:
             if outputs[node] not in read:
                 read.append(outputs[node])
         elif node is residual.stream or node in inner:
-            raise _OtherStructure(
-                f"post-norm: the {name} reads the residual stream itself, not a norm of it"
-            )
+            direct = True
         elif node in residual.inside:
             inside.add(node)
             pending += node.all_input_nodes
@@ -231,6 +230,12 @@ def _branch(name: str, residual: _Residual, origins: Origins) -> Branch:
             raise _OtherStructure(
                 f"the {name} reads {_name(node)}, an activation beside the norm of its stream"
             )
+    if direct and read:
+        raise _OtherStructure(f"the {name} reads the residual stream itself beside a norm of it")
+    if direct:
+        raise _OtherStructure(
+            f"post-norm: the {name} reads the residual stream itself, not a norm of it"
+        )
     if len(read) != 1:
         raise _OtherStructure(
             f"what is added to the stream reads {len(read)} norms of it: {name} and another branch "

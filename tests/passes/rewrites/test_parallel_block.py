@@ -1,0 +1,225 @@
+"""Serial blocks become parallel ones, exactly where the residual structure is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+import msc
+from msc.capture import Captured, capture
+from msc.ir.rewrites import Finding
+from msc.passes.normalize import normalize
+from tests import models, zoo
+from tests.passes.rewrites.block_models import NEAR_MISSES, NORMS, BlockConfig, Model, batch
+
+ONCE = "attention and MLP both read the stream; it is normalized once"
+READ_BY = "the sum of stream and attention is read by"
+
+
+def rewritten(
+    model: nn.Module, inputs: Any, rewrite: msc.ParallelBlock | None = None
+) -> tuple[Captured, list[Finding]]:
+    found = capture(model, inputs, dtype=torch.float64)
+    normalize(found.graph)
+    findings = (rewrite or msc.ParallelBlock()).apply(found.graph)
+    found.graph.graph.lint()
+    found.graph.recompile()
+    return found, findings
+
+
+def changed(config: BlockConfig) -> list[bool]:
+    return [each.changed for each in rewritten(Model(config), batch())[1]]
+
+
+def gradients(graph: fx.GraphModule, model: nn.Module) -> dict[str, Tensor]:
+    """Loss and gradients of a captured graph at the model's values; absent ones are left out."""
+    parameters = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    inputs = dict(zip(("ids", "targets"), batch(), strict=True))
+    values = {**parameters, **inputs, "rng": torch.tensor([3, 0])}
+    arguments = [values[n.meta["name"]] for n in graph.graph.find_nodes(op="placeholder")]
+    loss, *_ = fx.Interpreter(graph).run(*arguments)
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    named = {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
+    return {"loss": loss.detach(), **named}
+
+
+def assert_is_parallel(config: BlockConfig, share_norm: bool = False) -> None:
+    """The rewritten model is the one that is written down as parallel blocks."""
+    model = Model(config)
+    found, findings = rewritten(model, batch(), msc.ParallelBlock(share_norm=share_norm))
+    assert [each.changed for each in findings] == [True] * config.layers
+    written = Model(replace(config, parallel=True, shared=share_norm))
+    expected = capture(written, batch(), dtype=torch.float64)
+    normalize(expected.graph)
+    got, wanted = gradients(found.graph, model), gradients(expected.graph, written)
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12)
+
+
+CONFIGS = st.builds(
+    BlockConfig,
+    norm=st.sampled_from(NORMS),
+    second_eps=st.sampled_from([1e-5, 1e-3]),
+    fused=st.booleans(),
+    gated=st.booleans(),
+    bias=st.booleans(),
+    causal=st.booleans(),
+    math=st.booleans(),
+    dropout=st.sampled_from([0.0, 0.2]),
+    scale=st.sampled_from(["", "vector", "gate"]),
+    flatten=st.booleans(),
+    swapped=st.booleans(),
+    layers=st.just(1),
+)
+
+
+@given(CONFIGS, st.booleans())
+@settings(deadline=None, max_examples=10)
+def test_a_rewritten_block_is_the_one_written_as_parallel(config: BlockConfig, share: bool) -> None:
+    assert_is_parallel(config, share)
+
+
+@given(CONFIGS, st.sampled_from(NEAR_MISSES))
+@settings(deadline=None, max_examples=12)
+def test_a_block_of_nearly_that_structure_is_left_alone(config: BlockConfig, near: str) -> None:
+    config = replace(config, near_miss=near, flatten=False, fused=False)
+    assert not any(changed(config))
+
+
+REASONS = {
+    "cross-attention": "the branch that follows the attention holds another attention",
+    "no-gemm": "the branch that follows the attention holds no GEMM: it is no MLP",
+    "sum-read": f"{READ_BY} aten.sum.default (layers.0) as well",
+    "branch-read": "aten.sum.default (layers.0) outside of the attention reads aten.add.Tensor "
+    "(layers.0.attention.out) of it",
+    "sum-read-by-mlp": "the MLP reads the residual stream itself beside a norm of it",
+    "mlp-without-norm": "post-norm: the MLP reads the residual stream itself, not a norm of it",
+    "mlp-reads-embedding": "the MLP reads aten.sin.default, an activation beside the norm of its "
+    "stream",
+    "sum-dropped": f"{READ_BY} msc.dropout.default (layers.0), not by a norm and by the sum with "
+    "an MLP",
+    "post-norm": "post-norm: the attention reads the residual stream itself, not a norm of it",
+    "sandwich": "post-norm: the attention ends in a norm",
+    "parallel-already": "attention and MLP read one stream already",
+}
+
+
+@pytest.mark.parametrize("near", REASONS)
+def test_the_reason_stands_in_the_finding(near: str) -> None:
+    """The last layer's: the first one's stream is the embedding that near misses read."""
+    config = BlockConfig(near_miss=near, layers=2 if near == "mlp-reads-embedding" else 1)
+    _, findings = rewritten(Model(config), batch())
+    last = config.layers - 1
+    reason = REASONS[near].replace("layers.0", f"layers.{last}")
+    assert reason in {each.what for each in findings if each.where == f"layers.{last}"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gemma2", "post-norm: the attention ends in a norm"),
+        ("bert", "post-norm: the attention reads the residual stream itself, not a norm of it"),
+        ("encoder", "post-norm: the attention reads the residual stream itself, not a norm of it"),
+        ("gpt-j", "attention and MLP read one stream already"),
+    ],
+)
+def test_models_of_other_structure_are_left_alone(name: str, reason: str) -> None:
+    with pytest.raises(msc.UserError) as error:
+        msc.compile(zoo.build(name), zoo.batch(name, 2), rewrites=[msc.ParallelBlock()])
+    assert str(error.value).count(f"left alone: {reason}") == zoo.LAYERS
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "vit", "gemma"])
+def test_models_of_transformers_are_rewritten(name: str) -> None:
+    _, findings = rewritten(zoo.build(name), zoo.batch(name, 2))
+    assert [each.what for each in findings] == [ONCE] * zoo.LAYERS
+
+
+def test_different_norms_are_both_kept() -> None:
+    _, (finding,) = rewritten(Model(BlockConfig(second_eps=1e-3, layers=1)), batch())
+    assert finding.what == (
+        "attention and MLP both read the stream; each normalizes it, as their norms differ "
+        "(layer_norm eps=1e-05 and layer_norm eps=0.001)"
+    )
+
+
+def test_a_shared_norm_names_what_it_drops() -> None:
+    model = Model(BlockConfig(layers=1))
+    _, (finding,) = rewritten(model, batch(), msc.ParallelBlock(share_norm=True))
+    assert finding.what == (
+        "attention and MLP both read the stream; both read the attention's norm; "
+        "layers.0.norm2.weight and layers.0.norm2.bias no longer read"
+    )
+
+
+def test_layers_choose() -> None:
+    model = Model(BlockConfig(layers=3))
+    _, findings = rewritten(model, batch(), msc.ParallelBlock(layers=range(1, 3)))
+    assert [(each.where, each.what) for each in findings] == [
+        ("layers.0", "not among the layers asked for"),
+        ("layers.1", ONCE),
+        ("layers.2", ONCE),
+    ]
+    assert msc.ParallelBlock(layers=[2, 0]) == msc.ParallelBlock(layers=(2, 0))
+
+
+def test_a_layer_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(msc.UserError, match=r"names \[5\], but .* are 0, 1\."):
+        rewritten(Model(BlockConfig()), batch(), msc.ParallelBlock(layers=[0, 5]))
+
+
+@pytest.mark.parametrize("layers", [3, "all", [], [0.5], [-1], [True]])
+def test_layers_that_are_no_numbers_are_refused(layers: Any) -> None:
+    with pytest.raises(msc.UserError, match="must be numbers of layers"):
+        msc.ParallelBlock(layers=layers)
+
+
+def _zoo(name: str) -> Callable[[], tuple[nn.Module, Any]]:
+    return lambda: (zoo.build(name), zoo.batch(name, 4))
+
+
+def _gpt() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return models.GPT(width=16, layers=2, dropout=0.1), models.tokens(samples=4)
+
+
+def _blocks(**changes: Any) -> Callable[[], tuple[nn.Module, Any]]:
+    return lambda: (Model(BlockConfig(**changes)), batch())
+
+
+@pytest.mark.parametrize(
+    ("build", "mesh", "microbatches", "share"),
+    [
+        (_zoo("gpt2"), "tp=2", 2, False),
+        (_zoo("llama"), "pp=3,tp=2", 2, True),
+        (_zoo("mistral"), "dp=2,tp=2", 2, False),
+        (_zoo("opt"), "tp=2", 1, False),
+        (_zoo("vit"), "pp=3,dp=2", 2, False),
+        (_gpt, "pp=2,dp=2,tp=2", 2, False),
+        (_blocks(dropout=0.2, scale="vector"), "dp=2,tp=2", 1, False),
+        (_blocks(dropout=0.2, scale="gate", norm="rms-pow", flatten=True), "tp=2", 2, True),
+    ],
+    ids=["gpt2", "llama", "mistral", "opt", "vit", "gpt", "scaled", "gated"],
+)
+def test_every_mesh_computes_the_rewritten_model(
+    build: Callable[[], tuple[nn.Module, Any]], mesh: str, microbatches: int, share: bool
+) -> None:
+    model, inputs = build()
+    found = msc.verify(
+        model,
+        inputs,
+        mesh=mesh,
+        microbatches=microbatches,
+        dtype=torch.float64,
+        rewrites=[msc.ParallelBlock(share_norm=share)],
+    )
+    assert found.ok, found.first_difference
+    assert found.max_error < 1e-10
