@@ -44,7 +44,8 @@ class Program:
     """A compiled program for every rank of a mesh.
 
     `rank_graph(rank)` is the step of a rank, `graphs(rank)` its flat forward and backward graphs,
-    `run_virtual(batch)` one step of all ranks in this process, `save(dir)` what `msc.load` reads.
+    `run_virtual(batch)` one step of all ranks in this process, `simulate(cluster)` its time on a
+    cluster, `save(dir)` what `msc.load` reads.
     """
 
     def __init__(

@@ -113,8 +113,10 @@ def test_json_is_plain_and_holds_no_times() -> None:
         "distinct_blocks",
         "fallbacks",
         "instances",
+        "model_flops",
         "notes",
         "replicated",
+        "rewrites",
         "sharded",
     ]
     assert data["chunks"] == [["layers.0"], ["layers.1", "head"]]
@@ -125,8 +127,14 @@ def test_json_is_plain_and_holds_no_times() -> None:
 def test_seconds_are_those_of_capture_and_of_every_pass() -> None:
     found = report("tp=2").cpu_seconds
     assert found["capture"] == 0.5
-    assert list(found)[:4] == ["capture", "cut", "shard-batch", "place"]
+    assert list(found)[:5] == ["capture", "rewrite", "cut", "shard-batch", "place"]
     assert all(seconds >= 0 for seconds in found.values())
+
+
+def test_flops_of_the_model_do_not_depend_on_the_mesh() -> None:
+    """Of the GEMMs of both layers and the head, three times: two for the backward."""
+    for mesh in ("", "tp=2", "pp=2,dp=2,tp=2"):
+        assert report(mesh).model_flops == 3 * (2 * 2 * (2 * 4 * 8 * 16) + 2 * 4 * 8 * 8)
 
 
 def test_the_search_says_what_it_found() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from msc.cost.cluster import Cluster
+from msc.cost.collectives import ROUNDS
 
 _FLOP = 1.0
 _MEMORY_BYTE = 0.05
@@ -39,7 +40,7 @@ class CostModel:
 
     def collective(self, kind: str, payload_bytes: float, size: int) -> float:
         """Cost of a ring collective of `size` neighbours on a value of `payload_bytes` (whole)."""
-        rounds = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}[kind]
+        rounds = ROUNDS[kind]
         moved = rounds * payload_bytes * (size - 1) / size
         if self.cluster is None:
             return _LINK_BYTE * (moved + (rounds * self.message_bytes if size > 1 else 0.0))

@@ -22,7 +22,7 @@ from msc.runtime.simulate.templates import Start
 
 @dataclass(eq=False)
 class Communication:
-    """One operation of a communicator, its `number`-th.
+    """One operation of a communicator, its `number`-th; `module` and `node` say where it starts.
 
     ready: when each class of ranks started it. exposed: seconds that each class's compute stream
     waited while it was under way. begin, end: once all members have started it.
@@ -32,7 +32,8 @@ class Communication:
     number: int
     kind: str
     payload_bytes: int
-    label: str
+    module: str
+    node: str
     ready: dict[int, float] = field(default_factory=dict)
     begin: float = 0.0
     end: float = 0.0
@@ -76,14 +77,16 @@ class Communicator:
         kind = "message" if start.stage is not None else start.kind
         if number == len(self.operations):
             self.operations.append(
-                Communication(self, number, kind, start.payload_bytes, start.label)
+                Communication(
+                    self, number, kind, start.payload_bytes, start.module, start.node.name
+                )
             )
         found = self.operations[number]
         if (found.kind, found.payload_bytes) != (kind, start.payload_bytes):
             raise CommunicationError(
                 f"ranks disagree on operation {number} of '{self.name}': {found.kind} of "
-                f"{found.payload_bytes} bytes at %{found.label}, {kind} of {start.payload_bytes} "
-                f"bytes at %{start.label}."
+                f"{found.payload_bytes} bytes at %{found.node}, {kind} of {start.payload_bytes} "
+                f"bytes at %{start.node.name}."
             )
         found.ready[own] = clock
         if len(found.ready) == len(self.classes):
@@ -148,8 +151,8 @@ class Network:
         assert peer is not None
         if peer == stage or not 0 <= peer < self._mesh.axis_size("pp"):
             raise CommunicationError(
-                f"%{start.label} of stage {stage} sends to or receives from stage {peer}; the mesh "
-                f"{self._mesh} has stages 0 to {self._mesh.axis_size('pp') - 1}."
+                f"%{start.node.name} of stage {stage} sends to or receives from stage {peer}; the "
+                f"mesh {self._mesh} has stages 0 to {self._mesh.axis_size('pp') - 1}."
             )
         other = self._class_of(self._mesh.rank({**here, "pp": peer}))
         across = crosses_nodes(self._mesh, stage, peer, self._cluster.devices_per_node)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -17,20 +18,24 @@ from msc.runtime.simulate.rank import Slice
 from msc.runtime.simulate.table import as_text
 from msc.runtime.simulate.trace import trace_events
 
+_Key = TypeVar("_Key", bound=Hashable)
+
 
 @dataclass(frozen=True)
 class Transfer:
     """One communication of a rank.
 
     name: of the group or channel; kind: "send", "recv", or that of a collective; payload_bytes: of
-    the message, or of the whole value of a collective. begin, end: seconds; exposed_seconds: the
+    the message, or of the whole value of a collective; module: where it stands, inside its layer;
+    node: that starts it. begin, end: seconds; exposed_seconds: the
     part of them in which the compute stream waited for it, or for one that it held up.
     """
 
     name: str
     kind: str
     payload_bytes: int
-    label: str
+    module: str
+    node: str
     begin: float
     end: float
     exposed_seconds: float
@@ -85,10 +90,18 @@ class ClassResult:
     @cached_property
     def communication(self) -> Mapping[tuple[str, str], CommunicationTotal]:
         """Totals by axes and kind: `("tp", "all_gather")`, `("pp", "recv")`."""
-        found: dict[tuple[str, str], CommunicationTotal] = {}
+        return self._totals(lambda each: (each.axis, each.kind))
+
+    @cached_property
+    def sites(self) -> Mapping[tuple[str, str, str], CommunicationTotal]:
+        """Totals by axes, kind, and module inside a layer: `("tp", "all_gather", "mlp.up")`."""
+        return self._totals(lambda each: (each.axis, each.kind, each.module))
+
+    def _totals(self, key: Callable[[Transfer], _Key]) -> dict[_Key, CommunicationTotal]:
+        found: dict[_Key, CommunicationTotal] = {}
         for each in self.transfers:
-            had = found.get((each.axis, each.kind), CommunicationTotal())
-            found[each.axis, each.kind] = CommunicationTotal(
+            had = found.get(key(each), CommunicationTotal())
+            found[key(each)] = CommunicationTotal(
                 had.calls + 1,
                 had.payload_bytes + each.payload_bytes,
                 had.seconds + each.end - each.begin,

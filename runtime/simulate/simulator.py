@@ -81,7 +81,7 @@ def _run(ranks: Sequence[SimulatedRank], classes: Sequence[RankClass], network: 
             able.extend(waiting.pop(operation))
     lines = [
         f"  {classes[rank.own].name} waits in {operation.kind} on "
-        f"'{operation.communicator.name}' (%{operation.label}), which "
+        f"'{operation.communicator.name}' (%{operation.node}), which "
         f"{' and '.join(classes[c].name for c in operation.missing())} has not started"
         for operation, stuck in waiting.items()
         for rank in stuck
@@ -89,7 +89,7 @@ def _run(ranks: Sequence[SimulatedRank], classes: Sequence[RankClass], network: 
     if lines:
         raise CommunicationError("\n".join(["deadlock: no rank can go on.", *lines]))
     left = [
-        f"  {each.kind} on '{communicator.name}' (%{each.label}), which "
+        f"  {each.kind} on '{communicator.name}' (%{each.node}), which "
         f"{' and '.join(classes[c].name for c in each.missing())} never started"
         for communicator in network.communicators
         for each in communicator.operations
@@ -119,7 +119,8 @@ def _result(
                 name=operation.communicator.name,
                 kind=kind,
                 payload_bytes=operation.payload_bytes,
-                label=operation.label,
+                module=operation.module,
+                node=operation.node,
                 begin=operation.begin,
                 end=operation.end,
                 exposed_seconds=operation.exposed.get(rank.own, 0.0),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from msc.runtime.simulate.result import SimulationResult
+    from msc.runtime.simulate.result import CommunicationTotal, SimulationResult
+
+_Key = TypeVar("_Key", bound=Hashable)
+_PLACES = 5
 
 
 def as_text(result: SimulationResult) -> str:
@@ -25,6 +28,8 @@ def as_text(result: SimulationResult) -> str:
         lines.append(f"a device has {_bytes(capacity)}: too little for {', '.join(over)}")
     if communication := _communication(result):
         lines += ["", "communication of one rank, mean over ranks", *_aligned(communication)]
+    if exposed := _most_exposed(result):
+        lines += ["", "most exposed", *_aligned(exposed)]
     return "\n".join(lines)
 
 
@@ -41,19 +46,45 @@ def _classes(result: SimulationResult) -> list[list[str]]:
 
 
 def _communication(result: SimulationResult) -> list[list[str]]:
-    kinds = dict.fromkeys(key for each in result.classes for key in each.communication)
-    rows = [["over", "kind", "calls", "MB", "total ms", "exposed", "hidden"]]
-    size = result.mesh.size
-    for key in kinds:
-        found = [(each.count, each.communication.get(key)) for each in result.classes]
-        totals = [(count / size, total) for count, total in found if total is not None]
-        calls = sum(share * total.calls for share, total in totals)
-        moved = sum(share * total.payload_bytes for share, total in totals) / 1e6
-        seconds = sum(share * total.seconds for share, total in totals)
-        exposed = sum(share * total.exposed_seconds for share, total in totals)
-        times = [seconds, exposed, seconds - exposed]
-        rows.append([*key, f"{calls:.1f}", f"{moved:.2f}", *map(_ms, times)])
-    return rows if len(rows) > 1 else []
+    totals = _means(result, [each.communication for each in result.classes])
+    head = ["over", "kind", "calls", "MB", "total ms", "exposed", "hidden"]
+    rows = [
+        [
+            *key,
+            f"{calls:.1f}",
+            f"{moved / 1e6:.2f}",
+            *map(_ms, (seconds, exposed, seconds - exposed)),
+        ]
+        for key, (calls, moved, seconds, exposed) in totals.items()
+    ]
+    return [head, *rows] if rows else []
+
+
+def _most_exposed(result: SimulationResult) -> list[list[str]]:
+    """Where the compute stream waits most for communication, at most five places."""
+    totals = _means(result, [each.sites for each in result.classes])
+    places = sorted(totals.items(), key=lambda item: -item[1][-1])[:_PLACES]
+    rows = [
+        [axes, kind, f"{calls:.1f}", _ms(exposed), module or "the step"]
+        for (axes, kind, module), (calls, _, _, exposed) in places
+        if exposed > 0
+    ]
+    return [["over", "kind", "calls", "exposed ms", "in"], *rows] if rows else []
+
+
+def _means(
+    result: SimulationResult, found: Sequence[Mapping[_Key, CommunicationTotal]]
+) -> dict[_Key, tuple[float, float, float, float]]:
+    """Calls, bytes, seconds and exposed seconds of each kind, mean over ranks."""
+    means: dict[_Key, tuple[float, float, float, float]] = {}
+    for each, totals in zip(result.classes, found, strict=True):
+        share = each.count / result.mesh.size
+        for key, total in totals.items():
+            had = means.get(key, (0.0, 0.0, 0.0, 0.0))
+            own = (total.calls, total.payload_bytes, total.seconds, total.exposed_seconds)
+            a, b, c, d = (have + share * more for have, more in zip(had, own, strict=True))
+            means[key] = (a, b, c, d)
+    return means
 
 
 def _bytes(size: float) -> str:

@@ -33,14 +33,14 @@ from msc.ir.communication import (
     group_of,
     subgraph,
 )
-from msc.ir.structure import placeholders
+from msc.ir.structure import layer_of, placeholders
 from msc.ir.values import tensors_of
 from msc.runtime.simulate.durations import work_of
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Nodes that keep the compute stream busy for a time."""
+    """Nodes that keep the compute stream busy for a time; `label` is the longest of them."""
 
     seconds: float
     label: str = ""
@@ -51,7 +51,7 @@ class Start:
     """A communication that a node starts; `stage` is the pp coordinate of a send's or recv's peer.
 
     name: of the group or channel. payload_bytes: of the whole value of a collective, or of the
-    message.
+    message. module: path of the module that it is part of, inside its layer.
     """
 
     node: fx.Node
@@ -59,7 +59,7 @@ class Start:
     name: str
     payload_bytes: int
     stage: int | None
-    label: str
+    module: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class _Builder:
         self.seconds += seconds
         self.open += seconds
         if seconds > self.longest:
-            self.longest, self.label = seconds, _label(node)
+            self.longest, self.label = seconds, _label(node, _module(node))
         if work.dtype is not None:
             self.flops[work.dtype] += int(work.flops)
 
@@ -201,7 +201,7 @@ class _Builder:
             self.carriers.add(node)
         self.seconds += template.seconds
         self.flops.update(template.flops)
-        self._step(Call(node, template, passed, _label(node)))
+        self._step(Call(node, template, passed, _label(node, node.meta.get("module_path") or "")))
 
     def _need(self, sources: Any) -> None:
         self.needs.update(source for source in sources if source.op == "placeholder")
@@ -229,9 +229,18 @@ class _Builder:
                 torch.Size(shape).numel() * dtype.itemsize
                 for shape, dtype in zip(shapes, dtypes, strict=True)
             )
-        self._step(Start(node, kind, name, payload, stage, _label(node)))
+        self._step(Start(node, kind, name, payload, stage, _module(node)))
 
 
-def _label(node: fx.Node) -> str:
-    path = node.meta.get("module_path") or ""
+def _label(node: fx.Node, path: str) -> str:
     return f"{node.name} ({path})" if path else node.name
+
+
+def _module(node: fx.Node) -> str:
+    """A node's module path without its layer, which is that of the first of equal layers."""
+    path: str = node.meta.get("module_path") or ""
+    layer = layer_of(path)
+    if layer is None:
+        return path
+    container, index = layer
+    return path.removeprefix(f"{container}.").removeprefix(str(index)).removeprefix(".")

@@ -40,7 +40,8 @@ def _process(each: ClassResult) -> Iterator[dict[str, Any]]:
         yield _name("thread_name", pid, tid, name)
     for one in each.transfers:
         args = {
-            "node": one.label,
+            "node": one.node,
+            "module": one.module,
             "bytes": one.payload_bytes,
             "exposed_us": _microseconds(one.exposed_seconds),
         }

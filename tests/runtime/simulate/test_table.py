@@ -16,6 +16,7 @@ def program(seconds: int) -> fx.GraphModule:
     build = Builder()
     x = value(build)
     token = build.call(C10D.all_reduce.default, x, "sum", "tp")
+    token.meta["module_path"] = "layers.0.mlp"
     y = work(build, x, seconds)
     return build.done(build.wait(token), all_reduce(build, y, "tp"))
 
@@ -35,7 +36,11 @@ stage0.tp1      1    1000.000   0.000  2000.000    1000.000     0.00 MiB
 
 communication of one rank, mean over ranks
 over  kind        calls    MB  total ms   exposed    hidden
-tp    all_reduce    2.0  0.00  2000.000  1000.000  1000.000"""
+tp    all_reduce    2.0  0.00  2000.000  1000.000  1000.000
+
+most exposed
+over  kind        calls  exposed ms  in
+tp    all_reduce    1.0    1000.000  the step"""
     )
 
 

@@ -17,7 +17,7 @@ from tests.runtime.simulate.build import SIDE, on_each, value, work
 
 
 def layer() -> fx.GraphModule:
-    build = Builder("layers.3")
+    build = Builder("layers.3.mlp")
     x = value(build)
     token = build.call(C10D.all_reduce.default, work(build, x), "sum", "tp")
     return build.done(build.wait(token))
@@ -58,8 +58,8 @@ def test_the_events_of_a_rank() -> None:
     assert event(events, name="chunk0_forward") == {
         "name": "chunk0_forward", "cat": "call", "ts": 0, "dur": 2 * second, "tid": 0, **complete
     }  # fmt: skip
-    assert event(events, name="mm_default (layers.3)") == {
-        "name": "mm_default (layers.3)", "cat": "compute", "ts": 0, "dur": second, "tid": 0,
+    assert event(events, name="mm_default (mlp)") == {
+        "name": "mm_default (mlp)", "cat": "compute", "ts": 0, "dur": second, "tid": 0,
         **complete,
     }  # fmt: skip
     assert event(events, name="wait all_reduce tp") == {
@@ -67,7 +67,7 @@ def test_the_events_of_a_rank() -> None:
         **complete,
     }  # fmt: skip
     size = 8 * SIDE * SIDE
-    args = {"node": "all_reduce_default (layers.3)", "bytes": size, "exposed_us": second}
+    args = {"node": "all_reduce_default", "module": "mlp", "bytes": size, "exposed_us": second}
     assert event(events, name="all_reduce") == {
         "name": "all_reduce", "cat": "communication", "ts": second, "dur": second,
         "tid": threads["tp"], "args": args, **complete,
