@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
+from msc.ir.errors import PlanError
+from msc.ir.optimizer import SGD, AdamW, Optimizer
 from msc.ir.placement import Shard
 from tests.passes.graphs import (
     ATEN,
@@ -84,3 +86,17 @@ def test_dims_that_do_not_divide_keep_their_numbers(rows: int, columns: int, mes
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_numbers_are_kept(mesh: str, micro_batches: int) -> None:
     assert_parity(layers(3, tied=True), mesh, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [(None, 2), (SGD(), 2), (SGD(momentum=0.9), 3), (AdamW(), 4)],
+)
+def test_the_memory_bound_counts_what_the_optimizer_keeps(
+    optimizer: Optimizer | None, copies: int
+) -> None:
+    """Half of the parameters on each of two ranks, with gradients and states."""
+    unit = compilation(mlp(), "tp=2", optimizer=optimizer, memory=1)
+    least = copies * 8 * (16 * 8 + 8 * 16) // 2
+    with pytest.raises(PlanError, match=f"need at least {least:,} bytes per rank"):
+        through("place", unit)
