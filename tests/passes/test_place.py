@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import fx
 
 from msc.ir.errors import PlanError
@@ -100,3 +103,11 @@ def test_the_memory_bound_counts_what_the_optimizer_keeps(
     least = copies * 8 * (16 * 8 + 8 * 16) // 2
     with pytest.raises(PlanError, match=f"need at least {least:,} bytes per rank"):
         through("place", unit)
+
+
+def test_the_memory_bound_counts_master_weights() -> None:
+    """Parameters, gradients and moments in another dtype, and the parameters to compute with."""
+    options: dict[str, Any] = {"optimizer": AdamW(), "master": torch.float32, "memory": 1}
+    least = (8 + 4 * 4) * (16 * 8 + 8 * 16) // 2
+    with pytest.raises(PlanError, match=f"need at least {least:,} bytes per rank"):
+        through("place", compilation(mlp(), "tp=2", **options))
