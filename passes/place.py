@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import fx
 
+from msc.cost.flops import nbytes
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.placement import Replicate, Shard, State
 from msc.passes.compilation import Compilation, Settings
@@ -79,15 +81,25 @@ def _placing(unit: Compilation) -> Placing:
             micro_batches=settings.micro_batches,
             stages=settings.mesh.axis_size("pp"),
             memory=math.inf if settings.memory is None else settings.memory,
-            copies=lambda name: _copies(settings, name),
+            held=lambda node, name: _held(settings, node, name),
         ),
     )
 
 
-def _copies(settings: Settings, name: str) -> int:
-    """A trained parameter, its gradient, and what the optimizer keeps of it."""
-    kept = 0 if settings.optimizer is None else len(settings.optimizer_of(name).state_names)
-    return 2 + kept
+def _held(settings: Settings, node: fx.Node, name: str) -> float:
+    """Bytes of a parameter that is whole: it, and if it trains its gradient and states.
+
+    With master weights all of these are in their dtype, beside the copy to compute with.
+    """
+    value: torch.Tensor = node.meta["val"]
+    copies = 1
+    if node.meta.get("differentiable"):
+        copies = 2
+        if settings.optimizer is not None:
+            copies += len(settings.optimizer_of(name).state_names)
+    if settings.master is None or not value.is_floating_point():
+        return copies * nbytes(value)
+    return nbytes(value) + copies * value.numel() * settings.master.itemsize
 
 
 def _place(placing: Placing, settings: Settings) -> Placed:

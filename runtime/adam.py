@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from msc.ir.torch_private import fused_adam_
-from msc.runtime.gradients import Stepped, ready
-
-_COPIED_BYTES = 64 * 2**20  # of gradients that are cast or scaled at a time
+from msc.runtime.gradients import Stepped, kernel_flag, kernel_rate, step_in_pieces
 
 
 def adamw(
@@ -66,54 +63,23 @@ def _step(
 ) -> Stepped:
     first, second = states
     betas, eps, weight_decay = hyper
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for index, gradient in enumerate(gradients):
-        if gradient is not None:
-            groups[first[index].device, first[index].dtype].append(index)
-    for (device, dtype), members in groups.items():
-        for indices in _pieces(members, gradients, dtype, scale is not None):
-            working = [parameters[index].to(dtype) for index in indices]
-            fused_adam_(
-                working,
-                [ready(gradients[index], dtype, scale) for index in indices],
-                [first[index] for index in indices],
-                [second[index] for index in indices],
-                # a copy that blocked would wait for the whole backward
-                step.to(device, torch.float32, non_blocking=True),
-                lr=_rate(lr),
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-                decoupled=decoupled,
-                skip=None if skip is None else skip.to(device, torch.float32),
-            )
-            for index, value in zip(indices, working, strict=True):
-                if value is not parameters[index]:
-                    parameters[index].copy_(value)
+
+    def kernel(indices: list[int], values: list[Tensor], moved: list[Tensor]) -> None:
+        device = values[0].device
+        fused_adam_(
+            values,
+            moved,
+            [first[index] for index in indices],
+            [second[index] for index in indices],
+            # a copy that blocked would wait for the whole backward
+            step.to(device, torch.float32, non_blocking=True),
+            lr=kernel_rate(lr),
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled=decoupled,
+            skip=kernel_flag(skip, device),
+        )
+
+    step_in_pieces(kernel, parameters, gradients, first, scale)
     return tuple(parameters), (tuple(first), tuple(second))
-
-
-def _rate(lr: float | Tensor) -> float | Tensor:
-    """What the kernel takes: a number, or on other devices than the CPU a float32 tensor."""
-    if not isinstance(lr, Tensor):
-        return lr
-    return float(lr) if lr.device.type == "cpu" else lr.to(torch.float32)
-
-
-def _pieces(
-    indices: list[int], gradients: Sequence[Tensor | None], dtype: torch.dtype, scaled: bool
-) -> Iterator[list[int]]:
-    """Runs of indices whose gradients, where they must be copied, take a bounded memory."""
-    piece: list[int] = []
-    filled = 0
-    for index in indices:
-        gradient = gradients[index]
-        assert gradient is not None  # the indices are those of gradients that exist
-        copies = scaled or gradient.dtype != dtype or not gradient.is_contiguous()
-        copied = gradient.numel() * dtype.itemsize if copies else 0
-        if piece and filled + copied > _COPIED_BYTES:
-            yield piece
-            piece, filled = [], 0
-        piece.append(index)
-        filled += copied
-    yield piece

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from msc.runtime.gradients import Stepped, kept, ready, unless
+from msc.runtime.gradients import Stepped, ready, unless
 
 
 def lamb_sums(
@@ -26,12 +26,13 @@ def lamb_sums(
     first, second = states
     squares: list[Tensor] = []
     updates: list[Tensor] = []
+    kept = [_kept(skip, beta) for beta in betas]
     for parameter, gradient, m, v, count in zip(
         parameters, gradients, first, second, copies, strict=True
     ):
         g = unless(skip, ready(gradient, m.dtype, scale))
-        m.mul_(kept(skip, betas[0])).add_(g, alpha=1 - betas[0])
-        v.mul_(kept(skip, betas[1])).addcmul_(g, g, value=1 - betas[1])
+        m.mul_(kept[0]).add_(g, alpha=1 - betas[0])
+        v.mul_(kept[1]).addcmul_(g, g, value=1 - betas[1])
         update = _update(parameter, m, v, step, betas, eps, weight_decay)
         squares.append(_squared(parameter) / count)
         updates.append(_squared(update) / count)
@@ -57,11 +58,12 @@ def lamb(
     first, second = states
     of_parameters, of_updates = sums.sqrt().chunk(2)
     exist = (of_parameters > 0) & (of_updates > 0)
-    ratios = torch.where(exist, of_parameters / of_updates, 1.0)
-    for parameter, m, v, ratio in zip(parameters, first, second, ratios, strict=True):
-        update = _update(parameter, m, v, step, betas, eps, weight_decay)
-        moved = update * (ratio * lr)
-        parameter.copy_(parameter.to(moved.dtype).sub(unless(skip, moved)))
+    lengths = torch.where(exist, of_parameters / of_updates, 1.0) * lr
+    for parameter, m, v, length in zip(parameters, first, second, lengths, strict=True):
+        moved = _update(parameter, m, v, step, betas, eps, weight_decay).mul_(length)
+        value = parameter.to(m.dtype).sub_(unless(skip, moved))
+        if value is not parameter:
+            parameter.copy_(value)
     return tuple(parameters), (tuple(first), tuple(second))
 
 
@@ -74,12 +76,19 @@ def _update(
     eps: float,
     weight_decay: float,
 ) -> Tensor:
-    """Adam's direction with bias correction, plus decay."""
+    """Adam's direction with bias correction, plus decay; a new tensor."""
     number = step.to(torch.float64)
-    mean = m / (1 - torch.pow(betas[0], number))
-    square = v / (1 - torch.pow(betas[1], number))
-    update = mean / (square.sqrt() + eps)
-    return torch.add(update, parameter.to(m.dtype), alpha=weight_decay)
+    correction = 1 - torch.pow(betas[0], number)
+    root = (v / (1 - torch.pow(betas[1], number))).sqrt_().add_(eps)
+    update: Tensor = torch.div(m, root.mul_(correction), out=root)
+    return update.add_(parameter.to(m.dtype), alpha=weight_decay)
+
+
+def _kept(skip: Tensor | None, beta: float) -> float | Tensor:
+    """What is kept of a moment: `beta` of it, or all of it where `skip` is true."""
+    if skip is None:
+        return beta
+    return torch.full_like(skip, beta, dtype=torch.float64).masked_fill(skip, 1.0)
 
 
 def _squared(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""SGD with momentum on a rank's shards."""
+"""SGD with momentum on a rank's shards, with torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from msc.runtime.gradients import Stepped, kept, ready, unless
+from msc.ir.torch_private import fused_sgd_
+from msc.runtime.gradients import Stepped, kernel_flag, kernel_rate, step_in_pieces, unless
 
 
 def sgd(
@@ -28,26 +29,35 @@ def sgd(
     Equal to `torch.optim.SGD`; as there, a parameter without gradient keeps its value. The step is
     taken in the dtype of the state, or of the parameter where there is none.
     """
-    sums = states[0] if states else [None] * len(parameters)
-    share = _share(step, dampening)
-    for parameter, gradient, total in zip(parameters, gradients, sums, strict=True):
-        if gradient is None:
-            continue
-        dtype = parameter.dtype if total is None else total.dtype
-        value = parameter.to(dtype)
-        moved = ready(gradient, dtype, scale)
-        if weight_decay:
-            moved = moved.add(value, alpha=weight_decay)
-        moved = unless(skip, moved)
-        if total is not None:
-            total.mul_(kept(skip, momentum)).add_(moved * share)
-            moved = moved.add(total, alpha=momentum) if nesterov else total
-        parameter.copy_(value.sub(unless(skip, moved * lr)))
+
+    def kernel(indices: list[int], values: list[Tensor], moved: list[Tensor]) -> None:
+        sums = [states[0][index] for index in indices] if states else []
+        if sums and dampening:
+            share = _missing_share(step, momentum, dampening)
+            for total, value, gradient in zip(sums, values, moved, strict=True):
+                whole = gradient.add(value, alpha=weight_decay)
+                total.add_(unless(skip, whole) * share)
+        fused_sgd_(
+            values,
+            moved,
+            sums,
+            lr=kernel_rate(lr),
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            skip=kernel_flag(skip, values[0].device),
+        )
+
+    step_in_pieces(kernel, parameters, gradients, states[0] if states else parameters, scale)
     return tuple(parameters), tuple(tuple(state) for state in states)
 
 
-def _share(step: Tensor, dampening: float) -> float | Tensor:
-    """What of a gradient is added to the moving sum; torch takes the first one as it is."""
-    if not dampening:
-        return 1.0
-    return torch.full_like(step, 1 - dampening, dtype=torch.float64).masked_fill(step <= 1, 1.0)
+def _missing_share(step: Tensor, momentum: float, dampening: float) -> Tensor:
+    """What of the first gradient the sum must hold before a damped step: torch damps later ones.
+
+    momentum * share + (1 - dampening) = 1 in step 1; no share later. Whether it is step 1 is known
+    to the tensor alone where steps may be skipped.
+    """
+    share = torch.zeros_like(step, dtype=torch.float64)
+    return share.masked_fill(step <= 1, dampening / momentum)

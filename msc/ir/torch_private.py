@@ -181,6 +181,38 @@ def fused_adam_(
     )
 
 
+def fused_sgd_(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    sums: list[torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    skip: torch.Tensor | None,
+) -> None:
+    """One SGD step in place by torch's fused kernel; `sums` are empty without momentum.
+
+    As in `fused_adam_`, tensors have one device and dtype, and `skip` is 0-dim float32.
+    """
+    kernel: Any = torch._fused_sgd_
+    kernel(
+        parameters,
+        gradients,
+        sums,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=False,
+        is_first_step=False,
+        found_inf=skip,
+    )
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks around `step()` are registered on an optimizer of torch."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -43,6 +43,11 @@ class Placed:
     cost: float = 0.0
 
 
+def parameter_and_gradient(node: fx.Node, name: str) -> float:
+    """Bytes of a parameter and, if it trains, its gradient."""
+    return nbytes(node.meta["val"]) * (2 if node.meta.get("differentiable") else 1)
+
+
 @dataclass(frozen=True)
 class Step:
     """What the search knows of a training step besides the model and the axis.
@@ -52,14 +57,14 @@ class Step:
     memory: bytes that one rank may hold of parameters, their gradients and optimizer state. What a
         stage holds is not known before the instances are cut into stages, so their average is
         bounded: a necessary condition. Activations are left to the check of the whole program.
-    copies: tensors that a rank holds for a trainable parameter: itself, its gradient, moments.
+    held: bytes that a whole parameter takes, with its gradient and the optimizer's state.
     """
 
     share: Callable[[Value], float] = lambda value: 1.0
     micro_batches: int = 1
     stages: int = 1
     memory: float = math.inf
-    copies: Callable[[str], int] = lambda name: 2
+    held: Callable[[fx.Node, str], float] = parameter_and_gradient
 
 
 def search(
@@ -188,8 +193,7 @@ class _Search:
                 self._same(first[source.name], node)
                 continue
             first[source.name] = node
-            copies = self.step.copies(source.name) if node.meta.get("differentiable") else 1
-            held = copies * nbytes(node.meta["val"]) / self.step.stages
+            held = self.step.held(node, source.name) / self.step.stages
             amounts[node] = amounts.get(node, 0.0) + held
         for node, held in amounts.items():
             parts = [

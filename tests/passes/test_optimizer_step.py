@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from msc.ir import actions
 from msc.ir.optimizer import LAMB, SGD, AdamW, LearningRate, Optimizer
-from msc.runtime import adam
+from msc.runtime import adam, sgd
 from msc.runtime.actions import LocalActions
 from tests.passes.graphs import compilation, layers, through
 
@@ -79,6 +79,7 @@ def test_the_host_reads_no_number(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     """Tensors without numbers stand for those of a device: whoever read one would fail."""
     # torch's fused kernels have no form for them
     monkeypatch.setattr(adam, "fused_adam_", lambda *tensors, **options: None)
+    monkeypatch.setattr(sgd, "fused_sgd_", lambda *tensors, **options: None)
 
     def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

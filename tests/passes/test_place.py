@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import fx
 
+from msc.ir.errors import PlanError
+from msc.ir.optimizer import SGD, AdamW, Optimizer
 from msc.ir.placement import Shard
 from tests.passes.graphs import (
     ATEN,
@@ -84,3 +89,25 @@ def test_dims_that_do_not_divide_keep_their_numbers(rows: int, columns: int, mes
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_numbers_are_kept(mesh: str, micro_batches: int) -> None:
     assert_parity(layers(3, tied=True), mesh, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [(None, 2), (SGD(), 2), (SGD(momentum=0.9), 3), (AdamW(), 4)],
+)
+def test_the_memory_bound_counts_what_the_optimizer_keeps(
+    optimizer: Optimizer | None, copies: int
+) -> None:
+    """Half of the parameters on each of two ranks, with gradients and states."""
+    unit = compilation(mlp(), "tp=2", optimizer=optimizer, memory=1)
+    least = copies * 8 * (16 * 8 + 8 * 16) // 2
+    with pytest.raises(PlanError, match=f"need at least {least:,} bytes per rank"):
+        through("place", unit)
+
+
+def test_the_memory_bound_counts_master_weights() -> None:
+    """Parameters, gradients and moments in another dtype, and the parameters to compute with."""
+    options: dict[str, Any] = {"optimizer": AdamW(), "master": torch.float32, "memory": 1}
+    least = (8 + 4 * 4) * (16 * 8 + 8 * 16) // 2
+    with pytest.raises(PlanError, match=f"need at least {least:,} bytes per rank"):
+        through("place", compilation(mlp(), "tp=2", **options))

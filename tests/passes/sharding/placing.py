@@ -122,9 +122,7 @@ class Problem:
             if isinstance(state, State):
                 names.add(source)
                 parts = self.axis.size if isinstance(state.value, Shard) else 1
-                trained = node.meta.get("differentiable")
-                copies = self.step.copies(source) if trained else 1
-                total += copies * nbytes(node.meta["val"]) / parts / self.step.stages
+                total += self.step.held(node, source) / parts / self.step.stages
         return total
 
     def _step(

@@ -150,7 +150,8 @@ def test_the_least_cost_within_the_memory(
 
 
 def test_memory_counts_what_a_stage_holds_on_average() -> None:
-    step = Step(stages=2, copies=lambda name: 4, memory=2 * 4 * 8 * 4 * 4 / 2 / 2)
+    bytes_held = 4 * 8 * 4 * 4
+    step = Step(stages=2, held=lambda node, name: bytes_held, memory=2 * bytes_held / 2 / 2)
     given = problem(two_blocks(), 2, None, step)
     assert_optimal(given)
     short = problem(two_blocks(), 2, None, replace(step, memory=step.memory - 1))
