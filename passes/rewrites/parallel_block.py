@@ -20,6 +20,7 @@ from msc.ir.errors import UserError
 from msc.ir.rewrites import Finding, Rewrite
 from msc.passes.normalize.dead_code import remove_dead_code
 from msc.passes.normalize.rewrite import Emitter, aten, is_parameter, shape_of
+from msc.passes.rewrites.fuse_gemm import fuse_gemms
 from msc.passes.rewrites.norms import Norm, affine
 from msc.passes.rewrites.serial_blocks import Place, SerialBlock, find_places
 
@@ -32,12 +33,15 @@ class ParallelBlock(Rewrite):
         serial pre-norm blocks. With several numbered containers, a number means each of them.
     share_norm: one norm for both branches, the attention's; what scales and shifts the other is
         dropped: such a parameter has no gradient any more and keeps its value.
+    fuse_gemm: one GEMM for all that read the norm of the stream, of both branches; the findings say
+        where they read different activations.
 
     Raises `UserError` for layers that are no numbers, or that the model does not have.
     """
 
     layers: Sequence[int] | None = None
     share_norm: bool = False
+    fuse_gemm: bool = False
 
     def __post_init__(self) -> None:
         if self.layers is None or isinstance(self.layers, range):
@@ -83,22 +87,42 @@ class ParallelBlock(Rewrite):
     def _rewrite(self, gm: fx.GraphModule, block: SerialBlock) -> str:
         first, second = block.attention.norm, block.mlp.norm
         what = "attention and MLP both read the stream; "
+        read: fx.Node | None = None  # the activation that both branches read
         if self.share_norm:
-            return what + _share(gm, block)
-        if first.form != second.form:
+            what += _share(gm, block)
+            read = first.output
+        elif first.form != second.form:
             _read_stream(gm, block)
             kept = f"{first.describe()} and {second.describe()}"
-            return what + f"each normalizes it, as their norms differ ({kept})"
-        first = first.split(gm)
-        assert first.normalized is not None
-        normalized = _shaped(gm, first.normalized, first.normalized, second.output)
-        if second.normalized is None:
-            emit = Emitter(gm, second.output)
-            second.output.replace_all_uses_with(affine(emit, normalized, second.vectors))
+            what += f"each normalizes it, as their norms differ ({kept})"
         else:
-            second.normalized.replace_all_uses_with(normalized)
-        remove_dead_code(gm)
-        return what + "it is normalized once"
+            normalized = _normalize_once(gm, first, second)
+            what += "it is normalized once"
+            if first.vectors == second.vectors == (None, None):
+                read = normalized
+        return what + _fused(gm, read) if self.fuse_gemm else what
+
+
+def _fused(gm: fx.GraphModule, read: fx.Node | None) -> str:
+    """Fuse the GEMMs that read the activation of both branches; says what came of it."""
+    if read is None:
+        return "; no GEMM is fused, as the branches scale the norm apart: that needs share_norm"
+    number = fuse_gemms(gm, read)
+    return f"; {number} GEMMs are one" if number else "; no GEMM is fused: their weights differ"
+
+
+def _normalize_once(gm: fx.GraphModule, first: Norm, second: Norm) -> fx.Node:
+    """Give both norms one normalized value, behind which each keeps its vectors."""
+    first = first.split(gm)
+    assert first.normalized is not None
+    normalized = _shaped(gm, first.normalized, first.normalized, second.output)
+    if second.normalized is None:
+        emit = Emitter(gm, second.output)
+        second.output.replace_all_uses_with(affine(emit, normalized, second.vectors))
+    else:
+        second.normalized.replace_all_uses_with(normalized)
+    remove_dead_code(gm)
+    return first.normalized
 
 
 def _read_stream(gm: fx.GraphModule, block: SerialBlock) -> None:

@@ -85,7 +85,9 @@ class Norm(nn.Module):
         if self.kind == "rms-pow":
             return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
         if self.kind == "rms-square":
-            return x * torch.rsqrt(x.square().mean(2, keepdim=True) + self.eps) * self.weight
+            return (
+                x * torch.rsqrt(x.square().mean(x.dim() - 1, keepdim=True) + self.eps) * self.weight
+            )
         if self.kind == "rms-sqrt":
             return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight
         normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
