@@ -46,13 +46,11 @@ class _Liveness:
         self.held: dict[fx.Node, Any] = {}
         self.end = len(graph.graph.nodes)
         for position, node in enumerate(graph.graph.nodes):
-            picks = node.target is operator.getitem  # uses one item alone
-            for operand in () if picks else node.all_input_nodes:
-                self._use(operand, self.end if node.op == "output" else position)
+            if node.target is not operator.getitem:  # items end with their own readers
+                for operand in node.all_input_nodes:
+                    self._use(operand, self.end if node.op == "output" else position)
             if node.op != "output":
                 self.held[node] = self._value(node, position)
-            if picks:
-                self._use(node, position)
             if node.op == "placeholder":
                 self._use(node, self.end)  # the caller holds it
 

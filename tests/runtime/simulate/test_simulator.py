@@ -77,6 +77,32 @@ def test_operations_of_a_group_run_one_after_the_other() -> None:
     assert [each.begin for each in result.classes[0].transfers] == [0, 1]
 
 
+def test_a_collective_is_exposed_from_when_it_is_waited_for() -> None:
+    def program(rank: int) -> fx.GraphModule:
+        build = Builder()
+        x = value(build)
+        token = start(build, build.input("large", 2 * SIDE, SIDE))  # takes two seconds
+        y = work(build, x)
+        return build.done(build.wait(token), y)
+
+    assert times(on_each("tp=2", program)) == [(1, 0, 0, 1)] * 2
+
+
+def test_a_stream_may_stand_still_between_two_operations() -> None:
+    """One rank waits for the second, which the other starts two seconds after the first is over."""
+
+    def program(rank: int) -> fx.GraphModule:
+        build = Builder()
+        x = value(build)
+        first = start(build, x)
+        y = work(build, x, 3 * rank)
+        second = start(build, y)
+        done = build.wait(second)
+        return build.done(build.wait(first), done)
+
+    assert times(on_each("tp=2", program)) == [(0, 0, 2, 2), (3, 0, 0, 1)]
+
+
 def test_groups_have_streams_of_their_own() -> None:
     def program(rank: int) -> fx.GraphModule:
         build = Builder()

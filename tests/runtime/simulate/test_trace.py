@@ -87,6 +87,7 @@ def test_slices_of_a_thread_nest() -> None:
             threads[each["pid"], each["tid"]].append((each["ts"], each["ts"] + each["dur"]))
     assert len(threads) == 4 * 3  # compute, tp and the channel
     for slices in threads.values():
+        assert [begin for begin, _ in slices] == sorted(begin for begin, _ in slices)
         open_until: list[float] = []
         for begin, end in slices:  # in the order of the file
             while open_until and open_until[-1] <= begin:
