@@ -54,8 +54,13 @@ class Work:
 NOTHING = Work(launched=False)
 
 
-def op_work(target: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> Work:
-    """The work of a call of an op on these operands, which are in the order of its arguments."""
+def op_work(
+    target: Any, operands: Sequence[Tensor], results: Sequence[Tensor], window: int = 0
+) -> Work:
+    """The work of a call of an op on these operands, which are in the order of its arguments.
+
+    window: that of an attention.
+    """
     if is_view(target, operands, results):
         return NOTHING
     read = [nbytes(operand) for operand in operands]
@@ -64,7 +69,7 @@ def op_work(target: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) 
         read[_table(target)] = written
     if not is_gemm(target):
         return Work(memory_bytes=sum(read) + written)
-    flops = call_flops(target, operands, results)
+    flops = call_flops(target, operands, results, window)
     return Work(flops, operands[0].dtype, sum(read) + written)
 
 

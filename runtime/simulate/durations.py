@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from msc.cost.flops import window_of
 from msc.cost.roofline import NOTHING, Work, op_work, streamed_work
 from msc.ir import actions
 from msc.ir.errors import VerifyError
@@ -27,7 +28,9 @@ COSTS: dict[Any, Kind] = {
     actions.accumulate: Kind.STREAMED,
     actions.flatten: Kind.STREAMED,
     actions.squared_norm: Kind.STREAMED,
-    actions.adamw: Kind.STREAMED,
+    actions.learning_rate: Kind.FREE,
+    actions.lamb_sums: Kind.STREAMED,
+    **dict.fromkeys(actions.UPDATES, Kind.STREAMED),
 }
 """What the actions cost that stay on one rank; an optimizer is one kernel over all parameters."""
 
@@ -41,7 +44,7 @@ def work_of(node: fx.Node) -> Work:
         return NOTHING
     if node.target not in actions.ACTIONS:
         operands = [tensors[0] for o in operand_nodes(node) if (tensors := tensors_of(o))]
-        return op_work(node.target, operands, tensors_of(node))
+        return op_work(node.target, operands, tensors_of(node), window_of(node))
     kind = COSTS.get(node.target)
     if kind is None:
         name = getattr(node.target, "__name__", str(node.target))
