@@ -19,8 +19,8 @@ from msc.passes.normalize import NORMALIZE
 from msc.passes.overlap import Overlap
 from msc.passes.place import Place
 from msc.passes.rank_graph import build_rank_graph
-from msc.passes.reduce_early import ReduceEarly
 from msc.passes.recompute.apply import Recompute
+from msc.passes.reduce_early import ReduceEarly
 from msc.passes.rewrites.apply import ApplyRewrites
 from msc.passes.shard import Shard
 from msc.passes.shard_batch import ShardBatch

@@ -1,0 +1,136 @@
+"""What one call of a graph allocates: found by running it, on fake tensors, as generated code does.
+
+A call's *operands* are the tensors of its arguments, in the order of `operand_nodes`. Its results either
+lie in the memory of an operand or in memory of their own; while it runs it may need more.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from msc.codegen.fast_calls import FAST_CALLS
+from msc.codegen.in_place import in_place_calls
+from msc.codegen.lifetime import reuses_total
+from msc.ir import actions
+from msc.ir.communication import STARTS, WAITS
+from msc.ir.mesh import Mesh
+from msc.ir.ops.library import KERNELS
+from msc.ir.torch_private import FakeTensorMode, storage_key
+from msc.ir.values import operand_nodes
+from msc.runtime.actions import LocalActions
+from msc.storage_meter import StorageMeter
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Memory that a call allocates: results with equal `number` share it."""
+
+    number: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The memory of an operand."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class CallMemory:
+    """results: as the call's value, with `Fresh`, `Operand` or None for each leaf.
+
+    peak: the most bytes that are live while it runs, over those live before, results included.
+    """
+
+    results: Any
+    peak: int
+
+
+def call_memory(gm: fx.GraphModule) -> dict[fx.Node, CallMemory]:
+    """What each computing call of a graph allocates; not items, communication and called graphs."""
+    return _Runner(gm).run()
+
+
+class _Runner:
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.mode = FakeTensorMode()
+        self.values: dict[fx.Node, Any] = {}
+        self.in_place = in_place_calls(gm)
+        self.local = LocalActions(Mesh.parse(""), 0)
+        self.found: dict[fx.Node, CallMemory] = {}
+
+    def run(self) -> dict[fx.Node, CallMemory]:
+        with self.mode, torch.no_grad():
+            for node in self.gm.graph.nodes:
+                if node.op != "output":
+                    self.values[node] = self._value(node)
+        return self.found
+
+    def _value(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            constant = operator.attrgetter(str(node.target))(self.gm)
+            return self.mode.from_tensor(constant)
+        if node.op != "call_function" or node.target in STARTS or node.target in WAITS:
+            return pytree.tree_map(_like, node.meta.get("val"))
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        function, args = self._function(node, args)
+        value, self.found[node] = _measure(function, args, kwargs, self._operands(node))
+        return value
+
+    def _operands(self, node: fx.Node) -> list[torch.Tensor]:
+        given = [self.values[operand] for operand in operand_nodes(node)]
+        return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+    def _function(
+        self, node: fx.Node, args: Sequence[Any]
+    ) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """What generated code calls for a node, and with which arguments."""
+        target: Any = node.target
+        if target in actions.ACTIONS:
+            name = target.__name__
+            in_place = target is actions.accumulate and args[0] is not None and reuses_total(node)
+            return getattr(self.local, name + ("_" if in_place else "")), args
+        if node in self.in_place:
+            function, index = self.in_place[node]
+            return function, (args[index], *args[:index], *args[index + 1 :])
+        return KERNELS.get(target) or FAST_CALLS.get(target, target), args
+
+
+def _measure(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    operands: list[torch.Tensor],
+) -> tuple[Any, CallMemory]:
+    with StorageMeter(operands) as meter:
+        before = meter.live
+        value = function(*args, **kwargs)
+    place: dict[int, Fresh | Operand] = {}
+    for number, operand in enumerate(operands):
+        place.setdefault(storage_key(operand), Operand(number))
+
+    def where(leaf: Any) -> Fresh | Operand | None:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        size = leaf.untyped_storage().nbytes()
+        return place.setdefault(storage_key(leaf), Fresh(len(place), size))
+
+    return value, CallMemory(pytree.tree_map(where, value), meter.peak - before)
+
+
+def _like(value: Any) -> Any:
+    """A fake tensor like a value of the graph, in memory of its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
