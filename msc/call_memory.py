@@ -104,9 +104,7 @@ class _Runner:
         given = [self.values[operand] for operand in operand_nodes(node)]
         return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
 
-    def _function(
-        self, node: fx.Node, args: Any
-    ) -> tuple[Callable[..., Any], Sequence[Any]]:
+    def _function(self, node: fx.Node, args: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
         """What generated code calls for a node, and with which arguments."""
         target: Any = node.target
         if target in actions.ACTIONS:

@@ -82,7 +82,9 @@ def test_two_processes(tmp_path: Path) -> None:
         program.save(tmp_path / str(number))
     spawn(measure, (len(programs), tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
     for rank in range(2):
-        for program, (peak, held) in zip(programs, torch.load(tmp_path / f"{rank}.pt"), strict=True):
+        for program, (peak, held) in zip(
+            programs, torch.load(tmp_path / f"{rank}.pt"), strict=True
+        ):
             predicted = activations(program, rank, held)
             assert predicted == pytest.approx(peak - held, rel=TOLERANCE), (program.mesh, rank)
 
