@@ -7,7 +7,7 @@ lie in the memory of an operand or in memory of their own; while it runs it may 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,18 @@ class CallMemory:
     peak: int
 
 
-def call_memory(gm: fx.GraphModule) -> dict[fx.Node, CallMemory]:
-    """What each computing call of a graph allocates; not items, communication and called graphs."""
-    return _Runner(gm).run()
+class CallMemories:
+    """Finds what calls allocate; equal calls are run once, in whatever graph they stand."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Any, CallMemory]] = {}
+
+    def of(self, gm: fx.GraphModule) -> dict[fx.Node, CallMemory]:
+        """Of each computing call of a graph; not of items, communication and called graphs."""
+        return _Runner(gm, self._known).run()
 
 
-class _FakeMeter(StorageMeter):
+class _FakeMeter(StorageMeter):  # type: ignore[no-untyped-call]
     """Lets kernels read numbers back, as of the first rank and of valid ids: all are 0."""
 
     def __torch_dispatch__(
@@ -71,8 +77,9 @@ class _FakeMeter(StorageMeter):
 
 
 class _Runner:
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, known: dict[Any, tuple[Any, CallMemory]]) -> None:
         self.gm = gm
+        self.known = known
         self.mode = FakeTensorMode()
         self.values: dict[fx.Node, Any] = {}
         self.in_place = in_place_calls(gm)
@@ -97,7 +104,15 @@ class _Runner:
         if node.target is operator.getitem:
             return args[0][args[1]]
         function, args = self._function(node, args)
-        value, self.found[node] = _measure(function, args, kwargs, self._operands(node))
+        operands = self._operands(node)
+        key = (function, *_frozen((args, kwargs), operands))
+        if key in self.known:
+            likeness, self.found[node] = self.known[key]
+            return pytree.tree_map(_like, likeness)
+        value, self.found[node] = _measure(function, args, kwargs, operands)
+        places = [place for place in pytree.tree_leaves(self.found[node].results) if place]
+        if all(isinstance(p, Fresh) for p in places) and len(set(places)) == len(places):
+            self.known[key] = (pytree.tree_map(_describe, value), self.found[node])
         return value
 
     def _operands(self, node: fx.Node) -> list[torch.Tensor]:
@@ -139,8 +154,42 @@ def _measure(
     return value, CallMemory(pytree.tree_map(where, value), meter.peak - before)
 
 
-def _like(value: Any) -> Any:
-    """A fake tensor like a value of the graph, in memory of its own."""
+@dataclass(frozen=True)
+class _Likeness:
+    """What there is to know of a tensor in memory of its own."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _describe(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return _Likeness(value.shape, value.stride(), value.dtype)
+
+
+def _like(value: Any) -> Any:
+    """A fake tensor like a value of a graph, in memory of its own."""
+    if isinstance(value, torch.Tensor):
+        value = _describe(value)
+    if not isinstance(value, _Likeness):
+        return value
+    return torch.empty_strided(value.shape, value.strides, dtype=value.dtype)
+
+
+def _frozen(arguments: Any, operands: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Arguments as a key: of tensors the layout, and which of them share memory."""
+    numbers: dict[int, int] = {}
+
+    def frozen(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _describe(value)
+        if isinstance(value, Mapping):
+            return tuple((name, frozen(item)) for name, item in value.items())
+        if isinstance(value, (list, tuple)):
+            return tuple(map(frozen, value))
+        return (type(value), value)  # 1, 1.0 and True are other arguments
+
+    shared = [numbers.setdefault(storage_key(operand), len(numbers)) for operand in operands]
+    return (frozen(arguments), tuple(shared))

@@ -21,7 +21,7 @@ from msc.ir.optimizer import AdamW
 from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_dump import write_dump
-from msc.program_memory import memory_bytes
+from msc.program_memory import MemoryPredictor
 from msc.report import CompileReport
 from msc.runtime.state import RankState
 from msc.runtime.virtual import VirtualExecutor
@@ -129,8 +129,12 @@ class Program:
         write_dump(self, Path(folder))
 
     def memory_bytes(self) -> list[int]:
-        """Predicted bytes of one rank of each class: state, gradients, and saved activations."""
-        return [memory_bytes(graph) for graph in self.rank_graphs]
+        """Predicted peak of live bytes of one rank of each class: state, gradients, activations.
+
+        As generated code runs op by op; with `backend="inductor"` fused graphs need less.
+        """
+        predictor = MemoryPredictor()
+        return [predictor.bytes(graph) for graph in self.rank_graphs]
 
     def explain(self, module: str | None = None, *, html: str | Path | None = None) -> Explanation:
         """Say where everything lies and what is sent; of a module, layer or parameter: why.

@@ -3,8 +3,8 @@
 The graphs are walked in order, down into the graphs that they call, and references to storages are
 counted as generated code counts them (`msc.codegen.emit`): a name ends after its last reader, an
 argument that nobody else holds ends inside the callee, a view holds what it views, a sum may lie
-in its operand's memory (`msc.codegen.in_place`). What calls allocate comes from `call_memory`. A
-started collective holds its operand and its result until it has been waited for.
+in its operand's memory (`msc.codegen.in_place`). What calls allocate comes from `msc.call_memory`.
+A started collective holds its operand and its result until it has been waited for.
 
 A graph is walked once for each way in which its arguments are held, so the time grows with what is
 different, not with layers or micro-batches.
@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from msc.call_memory import CallMemory, Fresh, Operand, call_memory
+from msc.call_memory import CallMemories, CallMemory, Fresh, Operand
 from msc.codegen.lifetime import last_uses, unpacked
 from msc.cost.flops import nbytes
 from msc.ir import actions
@@ -30,16 +30,23 @@ from msc.ir.structure import placeholders
 from msc.ir.values import operand_nodes
 
 
-def memory_bytes(graph: fx.GraphModule) -> int:
-    """The most bytes that are alive at once during a step of a rank graph.
+class MemoryPredictor:
+    """Predicts the memory of rank graphs; what graphs have in common is looked at once."""
 
-    Parameters, moments, inputs, gradients, saved activations, values in transfer, and what is alive
-    only inside a forward or a backward; of one call also what its kernel allocates through torch.
-    """
-    given = placeholders(graph)
-    sizes = tuple(nbytes(node.meta["val"]) for node in given)
-    held = _Held(tuple(range(len(given))), (True,) * len(given), sizes)
-    return sum(sizes) + _Walker().call(graph, held).peak
+    def __init__(self) -> None:
+        self._calls = CallMemories()
+
+    def bytes(self, graph: fx.GraphModule) -> int:
+        """The most bytes that are alive at once during a step of a rank graph.
+
+        Parameters, moments, inputs, gradients, saved activations, values in transfer, and what is
+        alive only inside a forward or a backward; of one call also what its kernel allocates
+        through torch.
+        """
+        given = placeholders(graph)
+        sizes = tuple(nbytes(node.meta["val"]) for node in given)
+        held = _Held(tuple(range(len(given))), (True,) * len(given), sizes)
+        return sum(sizes) + _Walker(self._calls).call(graph, held).peak
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,8 @@ class _Outcome:
 
 
 class _Walker:
-    def __init__(self) -> None:
+    def __init__(self, memories: CallMemories) -> None:
+        self._memories = memories
         self._calls: dict[int, dict[fx.Node, CallMemory]] = {}
         self._outcomes: dict[tuple[int, _Held], _Outcome] = {}
 
@@ -81,7 +89,7 @@ class _Walker:
         key = (id(gm), held)
         if key not in self._outcomes:
             if id(gm) not in self._calls:
-                self._calls[id(gm)] = call_memory(gm)
+                self._calls[id(gm)] = self._memories.of(gm)
             self._outcomes[key] = _Frame(self, gm, held, self._calls[id(gm)]).run()
         return self._outcomes[key]
 

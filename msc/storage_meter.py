@@ -20,14 +20,14 @@ from torch.utils import _pytree as pytree
 from msc.ir.torch_private import TorchDispatchMode
 
 
-class StorageMeter(TorchDispatchMode):  # type: ignore[misc]
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks storages while it is entered; `held` are counted from the start.
 
     live, peak: bytes now, and the most there were.
     """
 
     def __init__(self, held: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in held:

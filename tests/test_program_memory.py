@@ -9,7 +9,7 @@ from torch import fx
 
 from msc.ir import actions
 from msc.ir.optimizer import AdamW
-from msc.program_memory import memory_bytes
+from msc.program_memory import MemoryPredictor
 from tests.passes.graphs import compilation, layers, through
 from tests.runtime.build import ATEN, C10D, Builder, all_reduce, recv, send
 
@@ -23,7 +23,7 @@ LOSS = 8
 
 def predicted(mesh: str, micro_batches: int = 1, optimizer: AdamW | None = None) -> list[int]:
     unit = compilation(layers(2), mesh, micro_batches, optimizer=optimizer)
-    return [memory_bytes(gm) for gm in through("build-rank-graphs", unit).rank_graphs]
+    return [MemoryPredictor().bytes(gm) for gm in through("build-rank-graphs", unit).rank_graphs]
 
 
 def test_a_step_of_one_micro_batch() -> None:
@@ -60,7 +60,7 @@ def test_1f1b_holds_more_on_the_first_stage() -> None:
 
 
 def built(build: Builder, *results: fx.Node) -> int:
-    return memory_bytes(build.done(*results))
+    return MemoryPredictor().bytes(build.done(*results))
 
 
 def test_values_end_with_their_last_reader() -> None:
