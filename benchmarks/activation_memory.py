@@ -172,7 +172,7 @@ def _is(node: fx.Node, path: str) -> bool:
 def _is_output(node: fx.Node) -> bool:
     """Whether a value is what a layer hands to the next one."""
     call: Any = node.args[0] if node.target is operator.getitem else None
-    return call is not None and node.args[1] == 0 and bool(call.meta.get("module_path"))
+    return isinstance(call, fx.Node) and "module_path" in call.meta and bool(node.args[1] == 0)
 
 
 def main() -> None:

@@ -33,8 +33,8 @@ from msc.passes.sharding.batch import NotSeparableError
 from msc.passes.sharding.pins import match_pins, parse_pins
 from msc.passes.sharding.plan_of import plan_of
 from msc.program import BACKENDS, Program
-from msc.program_memory import MemoryPredictor
 from msc.report import make_report
+from msc.runtime.memory.predict import MemoryPredictor
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 MIXED = "bf16-mixed"

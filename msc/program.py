@@ -21,8 +21,8 @@ from msc.ir.optimizer import AdamW
 from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_dump import write_dump
-from msc.program_memory import MemoryPredictor
 from msc.report import CompileReport
+from msc.runtime.memory.predict import MemoryPredictor
 from msc.runtime.state import RankState
 from msc.runtime.virtual import VirtualExecutor
 from msc.saved_tensors import SavedTensors, held_indices

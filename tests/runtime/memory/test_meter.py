@@ -13,8 +13,8 @@ from torch.multiprocessing.spawn import spawn
 
 import msc
 from msc.program import Program
+from msc.runtime.memory.meter import StorageMeter
 from msc.runtime.process import ProcessExecutor
-from msc.storage_meter import StorageMeter
 from tests.models import GPT, Llama, tokens
 
 LENGTH = 32

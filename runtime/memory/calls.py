@@ -25,7 +25,7 @@ from msc.ir.ops.library import KERNELS
 from msc.ir.torch_private import FakeTensorMode, storage_key
 from msc.ir.values import operand_nodes
 from msc.runtime.actions import LocalActions
-from msc.storage_meter import StorageMeter
+from msc.runtime.memory.meter import StorageMeter
 
 
 @dataclass(frozen=True)
