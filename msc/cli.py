@@ -88,6 +88,14 @@ Memory = Annotated[
     int | None, typer.Option("--memory", help="Bytes that one rank may hold.", metavar="BYTES")
 ]
 
+RecomputeOption = Annotated[
+    str,
+    typer.Option(
+        "--recompute",
+        help="What to compute again: none, selective, full, or the bytes that one rank may hold.",
+        metavar="POLICY|BYTES",
+    ),
+]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", help="Take placements from this file; search nothing.")
 ]
@@ -109,6 +117,7 @@ def verify(
     dtype: Annotated[
         DType | None, typer.Option("--dtype", help="Compare in this dtype; float64 is exact.")
     ] = None,
+    recompute: RecomputeOption = "none",
     plan: PlanFile = None,
     pins: PinsFile = None,
     as_json: Json = False,
@@ -125,6 +134,7 @@ def verify(
             microbatches=microbatches,
             schedule=schedule,
             precision=None if dtype is None else dtype.value,
+            recompute=_recompute(recompute),
             plan=plan,
             pins=load_pins(pins),
         )
@@ -155,6 +165,7 @@ def compile_command(
     ] = None,
     cluster: ClusterFile = None,
     memory: Memory = None,
+    recompute: RecomputeOption = "none",
     plan: PlanFile = None,
     pins: PinsFile = None,
     save_plan: Annotated[
@@ -178,6 +189,7 @@ def compile_command(
             precision=None if precision is None else precision.value,
             cluster=cluster,
             memory=memory,
+            recompute=_recompute(recompute),
             plan=plan,
         )
         if save_plan is not None:
@@ -283,6 +295,11 @@ def _compiled(target: str, pins: Path | None, **options: Any) -> msc.program.Pro
     return msc.compile(
         built.model, built.inputs, loss_fn=built.loss_fn, pins=load_pins(pins), **options
     )
+
+
+def _recompute(text: str) -> str | msc.MemoryBudget:
+    """A policy's name, or a number of bytes as a budget."""
+    return msc.MemoryBudget(int(text)) if text.isdecimal() else text
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:

@@ -34,6 +34,7 @@ from msc.passes.sharding.pins import match_pins, parse_pins
 from msc.passes.sharding.plan_of import plan_of
 from msc.program import BACKENDS, Program
 from msc.report import make_report
+from msc.runtime.memory.predict import MemoryPredictor
 from msc.torch_optimizers import as_optimizer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -105,7 +106,8 @@ def compile(
     pipeline = TRAIN.with_user_passes(passes or {})
     wanted = parse_pins(pins, settings.mesh)
     settings = replace(settings, plan=None if plan is None else Plan.load(plan))
-    settings = replace(settings, rewrites=as_rewrites(rewrites), recompute=as_recompute(recompute))
+    settings = replace(settings, rewrites=as_rewrites(rewrites))
+    settings = replace(settings, recompute=as_recompute(recompute), measure=MemoryPredictor().bytes)
     started = time.process_time()
     captured = capture(model, inputs, loss_fn=loss_fn, batch_dims=batch_dims, dtype=dtype)
     seconds = time.process_time() - started

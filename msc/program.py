@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 
 from msc.capture.captured import has_values
 from msc.cost import Cluster
-from msc.cost.memory import memory_bytes
 from msc.ir.dump import Dump
 from msc.ir.errors import InputError, UserError
 from msc.ir.inline import inline
@@ -25,6 +24,7 @@ from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_dump import write_dump
 from msc.report import CompileReport
+from msc.runtime.memory.predict import MemoryPredictor
 from msc.runtime.simulate import RankClass, SimulationResult, simulate
 from msc.runtime.state import RankState
 from msc.runtime.virtual import VirtualExecutor
@@ -133,8 +133,12 @@ class Program:
         write_dump(self, Path(folder))
 
     def memory_bytes(self) -> list[int]:
-        """Predicted bytes of one rank of each class: state, gradients, and saved activations."""
-        return [memory_bytes(graph) for graph in self.rank_graphs]
+        """Predicted peak of live bytes of one rank of each class: state, gradients, activations.
+
+        As generated code runs op by op; with `backend="inductor"` fused graphs need less.
+        """
+        predictor = MemoryPredictor()
+        return [predictor.bytes(graph) for graph in self.rank_graphs]
 
     def simulate(self, cluster: Cluster | str | Path | Mapping[str, Any]) -> SimulationResult:
         """What one step would take on a cluster: time, utilization, bubble, exposed communication.

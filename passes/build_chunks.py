@@ -27,10 +27,8 @@ class BuildChunks(UnitPass):
 
     def run(self, unit: Compilation) -> int:
         stages = unit.settings.mesh.axis_size("pp")
-        _check_layers(unit, stages)
-        costs = {name: _cost(unit, name) for name in unit.structure.blocks}
         instances = unit.structure.instances
-        runs = balance([costs[instance.block] for instance in instances], stages)
+        runs = stage_runs(unit)
         chunk_of = {index: chunk for chunk, run in enumerate(runs) for index in run}
         _record_stages(unit, chunk_of)
         received = crossing(instances, chunk_of, stages)
@@ -38,6 +36,16 @@ class BuildChunks(UnitPass):
         for variant in unit.variants:
             _build(unit, variant, [[instances[i] for i in run] for run in runs], received, written)
         return sum(len(variant.chunks) for variant in unit.variants)
+
+
+def stage_runs(unit: Compilation) -> list[list[int]]:
+    """The numbers of the instances of each stage; decided once, at the first call."""
+    if unit.runs is None:
+        stages = unit.settings.mesh.axis_size("pp")
+        _check_layers(unit, stages)
+        costs = {name: _cost(unit, name) for name in unit.structure.blocks}
+        unit.runs = balance([costs[each.block] for each in unit.structure.instances], stages)
+    return unit.runs
 
 
 def _build(
@@ -48,15 +56,13 @@ def _build(
     written: list[dict[str, Source]],
 ) -> None:
     """The chunks of the ranks of a variant."""
-    for name, programs in variant.differentiated.items():
-        variant.blocks[name] = Block(programs, variant.local[name].coordinates)
     chunks: list[Chunk] = []
     gradients_below: list[Key] = []
     for index in reversed(range(len(runs))):
         builder = ChunkBuilder(
             index,
             runs[index],
-            variant.blocks,
+            _blocks(variant, index),
             _prelude(unit, runs[index], written[index]),
             received[index],
             received[index + 1] if index + 1 < len(runs) else [],
@@ -74,6 +80,13 @@ def _build(
         unit.graphs[f"chunk{chunk.index}.forward{variant.suffix}"] = chunk.forward
         if chunk.backward is not None:
             unit.graphs[f"chunk{chunk.index}.backward{variant.suffix}"] = chunk.backward
+
+
+def _blocks(variant: Variant, stage: int) -> dict[str, Block]:
+    return {
+        name: Block(variant.at_stage.get((stage, name), programs), variant.local[name].coordinates)
+        for name, programs in variant.differentiated.items()
+    }
 
 
 def _check_layers(unit: Compilation, stages: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from msc.ir.printer import format_graph
 from msc.ir.recompute import MemoryBudget
 from msc.ir.rewrites import Finding, Rewrite
 from msc.ir.structure import Structure
-from msc.passes.chunks import Block, Chunk, Key
+from msc.passes.chunks import Chunk, Key
 from msc.passes.differentiate import Differentiated
 from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.batch import BatchPlan
@@ -36,8 +36,9 @@ class Settings:
 
     memory: bytes per rank, None without a bound. pinned: the user's pins by parameter; plan:
     placements to apply instead of searching; rewrites: changes of the mathematics, in order;
-    recompute: what of the activations is recomputed in the backward; optimizers: of the parameters
-    that are in a group, its hyperparameters.
+    recompute: what of the activations is recomputed in the backward; measure: the predicted bytes
+    of a rank graph, for a budget (the passes do not see the code generator, whose work it models);
+    optimizers: of the parameters that are in a group, its hyperparameters.
     """
 
     mesh: Mesh
@@ -55,6 +56,7 @@ class Settings:
     plan: Plan | None = None
     rewrites: tuple[Rewrite, ...] = ()
     recompute: str | MemoryBudget = "none"
+    measure: Callable[[fx.GraphModule], int] | None = None
 
     def optimizer_of(self, name: str) -> Optimizer:
         """The hyperparameters of one parameter."""
@@ -85,7 +87,7 @@ class Variant:
     Prelude and prologue are whole over tp, so that all variants share them.
 
     coordinates: those on tp; the first stands for all. suffix: of the graphs' names, "" if there is
-    one variant only.
+    one variant only. at_stage: a block's graphs on a pipeline stage, where they are others.
     """
 
     coordinates: range
@@ -93,13 +95,14 @@ class Variant:
     local: dict[str, Partitioned] = field(default_factory=dict)
     value_meta: dict[Key, dict[str, Any]] = field(default_factory=dict)
     differentiated: dict[str, Differentiated] = field(default_factory=dict)
-    blocks: dict[str, Block] = field(default_factory=dict)
+    at_stage: dict[tuple[int, str], Differentiated] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
 
 
 class Compilation(Unit):
     """A model on its way to rank graphs: `graphs` and what the passes know about them.
 
+    runs: the numbers of the block instances of each pipeline stage, once they are decided.
     rank_graphs: of each class of ranks: by pipeline stage, and within a stage by variant.
     """
 
@@ -115,6 +118,7 @@ class Compilation(Unit):
     local_prologue: Partitioned | None
     variants: list[Variant]
     parameter_states: dict[str, dict[str, State]]
+    runs: list[list[int]] | None
     stages_of: dict[str, list[int]]
     input_shapes: dict[str, tuple[int, ...]]
     rank_graphs: list[fx.GraphModule]
@@ -133,6 +137,7 @@ class Compilation(Unit):
         self.parameter_states = {}
         self.notes: list[str] = []
         self.findings: list[Finding] = []
+        self.runs = None
         self.stages_of = {}
         self.input_shapes = {}
         self.rank_graphs = []

@@ -110,6 +110,13 @@ class CheckCommunication(UnitPass):
         return 0
 
 
+_FINISH = (
+    Overlap(),  # after all that changes a block's work
+    BuildChunks(),  # after differentiation: costs count the backward as it is
+    BuildRankGraphs(),
+    ReduceEarly(),  # before the proof, which speaks of the order that runs
+)
+
 TRAIN = Pipeline(
     [
         *NORMALIZE,
@@ -123,11 +130,8 @@ TRAIN = Pipeline(
         FuseBias(),  # after sharding: a row-parallel bias stays behind its reduce-scatter
         Differentiate(),
         FuseSums(),
-        Recompute(),  # when the backwards are what they will be, with all that they read
-        Overlap(),  # after all that changes a block's work
-        BuildChunks(),  # after differentiation: costs count the backward as it is
-        BuildRankGraphs(),
-        ReduceEarly(),  # before the proof, which speaks of the order that runs
+        Recompute(_FINISH),  # when it is clear what the backwards read
+        *_FINISH,
         CheckCommunication(),
     ]
 )

@@ -227,6 +227,23 @@ def test_the_schedule_reaches_the_program(models: str, tmp_path: Path) -> None:
     assert texts[0] != texts[1]
 
 
+def test_what_to_recompute_reaches_the_program(models: str) -> None:
+    """The third is a budget that the leanest choice of this model just keeps."""
+    target = f"{models}:build"
+    refused = error("compile", target, "--recompute", "1000")
+    found = re.search(r"pipeline stage 0 needs ([\d,]+)", refused)
+    assert found is not None
+    leanest = found.group(1).replace(",", "")
+    bytes_needed = []
+    for wanted in ("none", "full", leanest):
+        result = run("compile", target, "--recompute", wanted, "--json")
+        assert result.exit_code == 0
+        bytes_needed.append(max(json.loads(result.stdout)["memory_bytes"]))
+    none, full, budget = bytes_needed
+    assert full < none
+    assert budget <= int(leanest) < none
+
+
 def test_explain_says_where_everything_lies(models: str, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     result = run("explain", f"{models}:on_meta", "--mesh", "tp=2", "--html", str(page))
@@ -344,6 +361,9 @@ def test_errors_of_compile_options(models: str, tmp_path: Path) -> None:
     assert "Cluster file 'nowhere.json'" in error("compile", target, "--cluster", "nowhere.json")
     assert f"Cluster file '{garbled}'" in error("compile", target, "--cluster", str(garbled))
     assert "Pipeline stage0 needs" in error("compile", target, "--memory", "100")
+    assert "recompute is 'some'; it is one of \"none\"" in error(
+        "compile", target, "--recompute", "some"
+    )
     occupied = error("compile", target, "--dump", str(garbled))
     assert f"The folder '{garbled}' cannot be made" in occupied
 

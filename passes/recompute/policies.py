@@ -92,7 +92,7 @@ def _inside_attention(softmax: fx.Node) -> set[fx.Node]:
 def _walk(
     start: fx.Node, size: int, neighbours: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The calls of `size` elements that are connected with `start`, and the products they end at."""
+    """The calls of `size` elements connected with `start`, and the products that they end at."""
     found: set[fx.Node] = set()
     products: set[fx.Node] = set()
     stack = [start]

@@ -67,8 +67,8 @@ class ClassResult:
 
     bubble_seconds: waiting for other pipeline stages; skew_seconds: for ranks of the same stage
     that have more to do. flops: executed on the matrix units, by dtype. memory: bytes live from
-    each of these times on, as `program.memory_bytes()` counts them: what lives between two nodes of
-    the rank graph, and not what a chunk uses only inside.
+    each of these times on, as `program.memory_bytes()` counts them: while a node of the rank graph
+    runs, the most that is live inside of it.
     """
 
     name: str

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from msc.cost import Cluster
-from msc.cost.memory import live_bytes
 from msc.ir.errors import CommunicationError
 from msc.ir.mesh import Mesh
+from msc.runtime.memory.predict import MemoryPredictor
 from msc.runtime.simulate.network import Communication, Network
 from msc.runtime.simulate.rank import SimulatedRank
 from msc.runtime.simulate.result import ClassResult, SimulationResult, Transfer
@@ -56,12 +56,14 @@ def simulate(
         SimulatedRank(own, templates.of(each.graph), network) for own, each in enumerate(classes)
     ]
     _run(ranks, classes, network)
+    memory = MemoryPredictor()
     return SimulationResult(
         mesh=mesh,
         cluster=cluster,
         step_seconds=max(rank.clock for rank in ranks),
         classes=tuple(
-            _result(rank, each, mesh, ranks) for rank, each in zip(ranks, classes, strict=True)
+            _result(rank, each, mesh, ranks, memory)
+            for rank, each in zip(ranks, classes, strict=True)
         ),
         model_flops=model_flops,
     )
@@ -100,7 +102,11 @@ def _run(ranks: Sequence[SimulatedRank], classes: Sequence[RankClass], network: 
 
 
 def _result(
-    rank: SimulatedRank, each: RankClass, mesh: Mesh, ranks: Sequence[SimulatedRank]
+    rank: SimulatedRank,
+    each: RankClass,
+    mesh: Mesh,
+    ranks: Sequence[SimulatedRank],
+    memory: MemoryPredictor,
 ) -> ClassResult:
     rest = max(other.clock for other in ranks) - rank.clock  # it has ended, others have not
     staged = mesh.axis_size("pp") > 1
@@ -112,7 +118,7 @@ def _result(
         bubble_seconds=rank.bubble + (rest if staged else 0.0),
         skew_seconds=rank.skew + (0.0 if staged else rest),
         flops=dict(rank.template.flops),
-        memory=_memory(each.graph, rank.template, rank.times),
+        memory=_memory(memory.timeline(each.graph), rank.template, rank.times),
         slices=tuple(rank.slices),
         transfers=tuple(
             Transfer(
@@ -131,10 +137,10 @@ def _result(
 
 
 def _memory(
-    graph: fx.GraphModule, template: Template, times: Sequence[float]
+    live: Sequence[int], template: Template, times: Sequence[float]
 ) -> tuple[tuple[float, int], ...]:
     curve: list[tuple[float, int]] = []
-    for (step, offset), live in zip(template.positions, live_bytes(graph), strict=True):
-        if not curve or live != curve[-1][1]:
-            curve.append((times[step] + offset, live))
+    for (step, offset), size in zip(template.positions, live, strict=True):
+        if not curve or size != curve[-1][1]:
+            curve.append((times[step] + offset, size))
     return tuple(curve)

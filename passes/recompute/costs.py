@@ -1,0 +1,43 @@
+"""What it costs to run a call of a block's forward again, and what it takes to keep its value."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from msc.cost import call_flops
+from msc.cost.flops import is_gemm, nbytes
+from msc.ir.communication import COLLECTIVES, WAITS, group_of
+from msc.ir.torch_private import storage_key
+from msc.ir.values import operand_nodes, tensors_of
+from msc.passes.compilation import Settings
+from msc.passes.sharding.calls import is_call
+
+
+def again_cost(node: fx.Node, settings: Settings) -> float:
+    """Modelled cost of a call: its collective, or its FLOPs and memory traffic; 0 for a view."""
+    if not is_call(node) or node.target in WAITS or is_view(node):
+        return 0.0
+    operands = [tensors_of(o)[0] for o in operand_nodes(node) if tensors_of(o)]
+    results = tensors_of(node)
+    if node.target in COLLECTIVES:
+        payload = max(nbytes(tensor) for tensor in (*operands, *results))
+        size = settings.mesh.axis_size(group_of(node))
+        return settings.cost.collective(COLLECTIVES[node.target], payload, size)
+    flops = call_flops(node.target, operands, results) if is_gemm(node.target) else 0
+    return settings.cost.compute(flops, sum(map(nbytes, (*operands, *results))))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether all that a call yields lies in memory that was there before it."""
+    before = {storage_key(t) for operand in node.all_input_nodes for t in tensors_of(operand)}
+    return all(storage_key(tensor) in before for tensor in tensors_of(node))
+
+
+def kept_bytes(node: fx.Node) -> int:
+    """Bytes that keeping a value takes: of activations, made here or received; else nothing.
+
+    Parameters, inputs and what the prelude computed are there anyway.
+    """
+    if node.op == "placeholder" and node.meta.get("kind") != "value":
+        return 0
+    return sum(map(nbytes, tensors_of(node)))

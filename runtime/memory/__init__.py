@@ -1,0 +1,1 @@
+"""Memory of a rank: predicted from its graphs, and counted while a program runs."""

@@ -1,0 +1,195 @@
+"""What one call of a graph allocates: found by running it, on fake tensors, as generated code does.
+
+A call's *operands* are the tensors of its arguments, in the order of `operand_nodes`. Its results
+lie in the memory of an operand or in memory of their own; while it runs it may need more.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from msc.codegen.fast_calls import FAST_CALLS
+from msc.codegen.in_place import in_place_calls
+from msc.codegen.lifetime import reuses_total
+from msc.ir import actions
+from msc.ir.communication import STARTS, WAITS
+from msc.ir.mesh import Mesh
+from msc.ir.ops.library import KERNELS
+from msc.ir.torch_private import FakeTensorMode, storage_key
+from msc.ir.values import operand_nodes
+from msc.runtime.actions import LocalActions
+from msc.runtime.memory.meter import StorageMeter
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Memory that a call allocates: results with equal `number` share it."""
+
+    number: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The memory of an operand."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class CallMemory:
+    """results: as the call's value, with `Fresh`, `Operand` or None for each leaf.
+
+    peak: the most bytes that are live while it runs, over those live before, results included.
+    """
+
+    results: Any
+    peak: int
+
+
+class CallMemories:
+    """Finds what calls allocate; equal calls are run once, in whatever graph they stand."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Any, CallMemory]] = {}
+
+    def of(self, gm: fx.GraphModule) -> dict[fx.Node, CallMemory]:
+        """Of each computing call of a graph; not of items, communication and called graphs."""
+        return _Runner(gm, self._known).run()
+
+
+class _FakeMeter(StorageMeter):  # type: ignore[no-untyped-call]
+    """Lets kernels read numbers back, as of the first rank and of valid ids: all are 0."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Runner:
+    def __init__(self, gm: fx.GraphModule, known: dict[Any, tuple[Any, CallMemory]]) -> None:
+        self.gm = gm
+        self.known = known
+        self.mode = FakeTensorMode()
+        self.values: dict[fx.Node, Any] = {}
+        self.in_place = in_place_calls(gm)
+        self.local = LocalActions(Mesh.parse(""), 0)
+        self.found: dict[fx.Node, CallMemory] = {}
+
+    def run(self) -> dict[fx.Node, CallMemory]:
+        with self.mode, torch.no_grad():
+            for node in self.gm.graph.nodes:
+                if node.op != "output":
+                    self.values[node] = self._value(node)
+        return self.found
+
+    def _value(self, node: fx.Node) -> Any:
+        args: Any
+        if node.op == "get_attr":
+            constant = operator.attrgetter(str(node.target))(self.gm)
+            return self.mode.from_tensor(constant)
+        if node.op != "call_function" or node.target in STARTS or node.target in WAITS:
+            return pytree.tree_map(_like, node.meta.get("val"))
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        function, args = self._function(node, args)
+        operands = self._operands(node)
+        key = (function, *_frozen((args, kwargs), operands))
+        if key in self.known:
+            likeness, self.found[node] = self.known[key]
+            return pytree.tree_map(_like, likeness)
+        value, self.found[node] = _measure(function, args, kwargs, operands)
+        places = [place for place in pytree.tree_leaves(self.found[node].results) if place]
+        if all(isinstance(p, Fresh) for p in places) and len(set(places)) == len(places):
+            self.known[key] = (pytree.tree_map(_describe, value), self.found[node])
+        return value
+
+    def _operands(self, node: fx.Node) -> list[torch.Tensor]:
+        given = [self.values[operand] for operand in operand_nodes(node)]
+        return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+    def _function(self, node: fx.Node, args: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """What generated code calls for a node, and with which arguments."""
+        target: Any = node.target
+        if target in actions.ACTIONS:
+            name = target.__name__
+            in_place = target is actions.accumulate and args[0] is not None and reuses_total(node)
+            return getattr(self.local, name + ("_" if in_place else "")), args
+        if node in self.in_place:
+            function, index = self.in_place[node]
+            return function, (args[index], *args[:index], *args[index + 1 :])
+        return KERNELS.get(target) or FAST_CALLS.get(target, target), args
+
+
+def _measure(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    operands: list[torch.Tensor],
+) -> tuple[Any, CallMemory]:
+    with _FakeMeter(operands) as meter:
+        before = meter.live
+        value = function(*args, **kwargs)
+    place: dict[int, Fresh | Operand] = {}
+    for number, operand in enumerate(operands):
+        place.setdefault(storage_key(operand), Operand(number))
+
+    def where(leaf: Any) -> Fresh | Operand | None:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        size = leaf.untyped_storage().nbytes()
+        return place.setdefault(storage_key(leaf), Fresh(len(place), size))
+
+    return value, CallMemory(pytree.tree_map(where, value), meter.peak - before)
+
+
+@dataclass(frozen=True)
+class _Likeness:
+    """What there is to know of a tensor in memory of its own."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _describe(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Likeness(value.shape, value.stride(), value.dtype)
+
+
+def _like(value: Any) -> Any:
+    """A fake tensor like a value of a graph, in memory of its own."""
+    if isinstance(value, torch.Tensor):
+        value = _describe(value)
+    if not isinstance(value, _Likeness):
+        return value
+    return torch.empty_strided(value.shape, value.strides, dtype=value.dtype)
+
+
+def _frozen(arguments: Any, operands: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Arguments as a key: of tensors the layout, and which of them share memory."""
+    numbers: dict[int, int] = {}
+
+    def frozen(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _describe(value)
+        if isinstance(value, Mapping):
+            return tuple((name, frozen(item)) for name, item in value.items())
+        if isinstance(value, (list, tuple)):
+            return tuple(map(frozen, value))
+        return (type(value), value)  # 1, 1.0 and True are other arguments
+
+    shared = [numbers.setdefault(storage_key(operand), len(numbers)) for operand in operands]
+    return (frozen(arguments), tuple(shared))
