@@ -46,3 +46,22 @@ def test_a_file_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
     show(False, 3)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_skipped_step_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "step 3 skipped: the gradients' norm is inf; 2 skipped in all"
+    lines: list[str] = []
+    for log in (True, lines.append, False):
+        with TrainingProgress(log, 0, 1000, 1, "samples") as progress:
+            progress.skipped(3, float("inf"), 2)
+    assert lines == [line]
+    assert capsys.readouterr().err.splitlines() == [line]
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with TrainingProgress(True, 0, 4, 1, "samples") as progress:
+        progress.skipped(3, float("inf"), 2)
+    assert line in terminal.getvalue()
