@@ -47,6 +47,7 @@ def attention(
     mask = _of_four_dims(mask)
     width = _band(q, causal, window, soft_cap)
     if width:
+        # The fake kernel's results are empty tensors of the right layout.
         out, lse = _attention_fake(q, k, v, mask, scale, causal, window, soft_cap)
         bands.forward(q, k, v, mask, scale, width, soft_cap, out, lse)
         return out, lse

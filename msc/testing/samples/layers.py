@@ -202,7 +202,7 @@ def _attention(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     if not causal and draw.flag():
         shape = draw.broadcast([b, g * r, s, s])
         mask = draw.normal(shape) if draw.flag() else draw.truths(shape)
-    return q, k, v, mask, 0.5, causal, window
+    return q, k, v, mask, 0.5, causal, window, draw.pick([0.0, 0.0, 0.8])
 
 
 @samples(msc_ops.linear)

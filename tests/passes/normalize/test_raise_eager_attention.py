@@ -172,6 +172,7 @@ def test_windows_and_soft_caps_of_models() -> None:
     ]
     sizes: dict[str, Any] = {
         **zoo.LLAMA,
+        **zoo.GROUPED,
         "use_sliding_window": True,
         "sliding_window": 4,
         "max_window_layers": 1,

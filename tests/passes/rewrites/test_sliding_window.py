@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import msc
@@ -16,6 +16,7 @@ from msc.capture import capture
 from msc.ir.ops.attention import ATTENTION
 from msc.passes.normalize import normalize
 from msc.passes.rewrites.apply import apply_rewrites
+from msc.testing import copy_graph
 from tests import models, zoo
 from tests.parity.captures import capture_once as capture_once
 
@@ -40,11 +41,16 @@ def batch(name: str) -> Any:
     return models.tokens() if name in OWN else zoo.batch(name, 8)
 
 
-def findings(name: str, rewrite: msc.SlidingWindow) -> list[str]:
-    """What is said of each attention, without the name of the rewrite."""
+@functools.cache
+def normalized(name: str) -> fx.GraphModule:
     captured = capture(built(name), batch(name))
     normalize(captured.graph)
-    found = apply_rewrites(captured.graph, [rewrite])
+    return captured.graph
+
+
+def findings(name: str, rewrite: msc.SlidingWindow) -> list[str]:
+    """What is said of each attention, without the name of the rewrite."""
+    found = apply_rewrites(copy_graph(normalized(name)), [rewrite])
     return [str(each).removeprefix("SlidingWindow, ") for each in found]
 
 
