@@ -130,6 +130,16 @@ def test_a_linear_saves_no_value_of_its_own() -> None:
     assert (found.num_saved, found.saved) == (0, (Saved(True, 0), Saved(True, 1)))
 
 
+def test_no_product_with_one_is_left() -> None:
+    """The gradient of addcmul multiplies by its `value`, which is one unless it is given."""
+    build = Forward()
+    w, b = build.parameter("w", 6), build.parameter("b", 6)
+    x = build.call(ATEN.sin.default, build.input("x", 4, 6))
+    found = assert_gradients(build.done(build.call(ATEN.addcmul.default, b, x, w)))
+    assert found.backward is not None
+    assert not found.backward.graph.find_nodes(op="call_function", target=ATEN.mul.Scalar)
+
+
 def test_only_tensors_are_saved() -> None:
     """Of several results only those that are read; never the tuple."""
     unit = through("differentiate", captured(GPT(), "", token_batch()))

@@ -72,6 +72,42 @@ def test_a_linear_takes_one_bias() -> None:
     assert targets == [LINEAR, ATEN.add.Tensor]
 
 
+def test_the_bias_of_a_sum_of_linears_goes_to_the_last_one() -> None:
+    build = Forward()
+    first, second = build.parameter("first", 6, 8), build.parameter("second", 6, 8)
+    b, x = build.parameter("b", 6), build.input("x", 4, 8)
+    total = build.call(ATEN.add.Tensor, build.linear(x, first), build.linear(x, second))
+    gm = build.done(build.call(ATEN.add.Tensor, total, build.call(ATEN.sin.default, b)))
+    values = random_values(gm)
+    expected = evaluate(gm, values)
+    assert FuseBias().run(gm, None) == 1
+    gm.graph.lint()
+    torch.testing.assert_close(evaluate(gm, values), expected)
+    assert_text(
+        gm,
+        """
+%first: f64[6,8] = parameter "first"
+%second: f64[6,8] = parameter "second"
+%b: f64[6] = parameter "b"
+%x: f64[4,8] = input "x"
+%linear_default: f64[4,6] = msc.linear(%x, %first)
+%sin_default: f64[6] = aten.sin(%b)
+%linear_default_2: f64[4,6] = msc.linear(%x, %second, %sin_default, False)
+%add_tensor: f64[4,6] = aten.add.Tensor(%linear_default, %linear_default_2)
+return (%add_tensor,)
+""",
+    )
+
+
+def test_the_bias_of_a_sum_that_is_read_elsewhere_stays() -> None:
+    build = Forward()
+    first, second = build.parameter("first", 6, 8), build.parameter("second", 6, 8)
+    b, x = build.parameter("b", 6), build.input("x", 4, 8)
+    total = build.call(ATEN.add.Tensor, build.linear(x, first), build.linear(x, second))
+    gm = build.done(build.call(ATEN.add.Tensor, total, b), total)
+    assert FuseBias().run(gm, None) == 0
+
+
 def test_a_scaled_add_is_none() -> None:
     build = Forward()
     w, b, x = build.parameter("w", 6, 8), build.parameter("b", 6), build.input("x", 4, 8)
