@@ -7,6 +7,7 @@ lie in the memory of an operand or in memory of their own; while it runs it may 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,14 +109,19 @@ class _Runner:
         function, args = self._function(node, args)
         key = (function, _frozen((args, kwargs)), _sharing(operands))
         if key in self.known:
-            result, self.found[node] = self.known[key]
-            return pytree.tree_map(_Value.like, result)
+            results, self.found[node] = self.known[key]
+            return pytree.tree_map(
+                lambda leaf: (
+                    operands[leaf.number] if isinstance(leaf, Operand) else _Value.like(leaf)
+                ),
+                results,
+            )
         args, kwargs = pytree.tree_map(_Value.tensor_of, (args, kwargs))
         value, self.found[node] = _measure(function, args, kwargs, [o.tensor for o in operands])
         value = pytree.tree_map(_Value.of, value)
-        places = [place for place in pytree.tree_leaves(self.found[node].results) if place]
-        if all(isinstance(p, Fresh) for p in places) and len(set(places)) == len(places):
-            self.known[key] = (pytree.tree_map(_layout, value), self.found[node])
+        results = _results(value, self.found[node].results, operands)
+        if results is not None:
+            self.known[key] = (results, self.found[node])
         return value
 
     def _function(self, node: fx.Node, args: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
@@ -196,6 +202,23 @@ class _Value:
     def memory(self) -> Any:
         """Equal for values that share memory."""
         return self if self._tensor is None else storage_key(self._tensor)
+
+
+def _results(value: Any, places: Any, operands: list[_Value]) -> Any:
+    """A call's value with a layout or an operand for each tensor; None where it has other views."""
+    leaves, spec = pytree.tree_flatten(value)
+    taken = Counter(pytree.tree_leaves(places))
+    found: list[Any] = []
+    for leaf, place in zip(leaves, pytree.tree_leaves(places), strict=True):
+        if not isinstance(leaf, _Value):
+            found.append(leaf)
+        elif isinstance(place, Operand) and leaf.tensor is operands[place.number].tensor:
+            found.append(place)
+        elif isinstance(place, Fresh) and taken[place] == 1:
+            found.append(leaf.layout)
+        else:
+            return None
+    return pytree.tree_unflatten(found, spec)
 
 
 def _layout(value: Any) -> Any:
