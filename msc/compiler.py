@@ -366,5 +366,5 @@ def _check_memory(program: Program, bound: float, name: str) -> None:
             f"Pipeline {program.class_names[worst]} needs {needed[worst]:,} bytes per rank "
             "(parameters, gradients, optimizer state and activations at their peak), but "
             f"{name} is {bound:,}. "
-            "Use more tp or pp ranks, more micro-batches, or recompute=."
+            "Use more tp or pp ranks, or more micro-batches; recompute= takes less for more work."
         )
