@@ -83,6 +83,8 @@ def in_place_calls(module: fx.GraphModule) -> dict[fx.Node, tuple[Callable[..., 
 
     The function takes that operand first and the others after it.
     """
+    if not any(node.target in _FORMS for node in module.graph.nodes):
+        return {}
     memory = _memory(module)
     position = {node: number for number, node in enumerate(module.graph.nodes)}
 

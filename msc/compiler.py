@@ -159,7 +159,10 @@ def compile(
         recipe=recipe,
         pass_results=unit.dump,
     )
-    _check_memory(program, memory)
+    if memory is not None:
+        _check_memory(program, memory, "memory")
+    if isinstance(recompute, MemoryBudget):
+        _check_memory(program, recompute.bytes_per_rank, "the budget of recompute")
     _check_values(program)
     return program
 
@@ -356,15 +359,13 @@ def _check_values(program: Program) -> None:
     )
 
 
-def _check_memory(program: Program, memory: int | None) -> None:
-    if memory is None:
-        return
+def _check_memory(program: Program, bound: float, name: str) -> None:
     needed = program.memory_bytes()
     worst = max(range(len(needed)), key=needed.__getitem__)
-    if needed[worst] > memory:
+    if needed[worst] > bound:
         raise PlanError(
             f"Pipeline {program.class_names[worst]} needs {needed[worst]:,} bytes per rank "
-            "(parameters, gradients, optimizer state and saved activations), but memory is "
-            f"{memory:,}. "
-            "Use more tp or pp ranks, or more micro-batches."
+            "(parameters, gradients, optimizer state and activations at their peak), but "
+            f"{name} is {bound:,}. "
+            "Use more tp or pp ranks, or more micro-batches; recompute= takes less for more work."
         )

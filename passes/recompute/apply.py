@@ -16,7 +16,7 @@ from msc.passes.compilation import Compilation, Variant
 from msc.passes.differentiate import Differentiated
 from msc.passes.recompute.budget import within_budget
 from msc.passes.recompute.choice import Candidates, Choice, StageProgram
-from msc.passes.recompute.costs import again_cost
+from msc.passes.recompute.costs import again_cost, kept_bytes
 from msc.passes.recompute.policies import full, selective
 from msc.passes.recompute.rewrite import recompute, saved_nodes
 from msc.passes.schedules import schedule_of
@@ -55,7 +55,9 @@ class Recompute(UnitPass):
                 changes += sum(_at_stage(variant, stage, name, again) for variant in unit.variants)
         for variant in unit.variants:
             for (stage, name), programs in variant.at_stage.items():
-                _record(unit, f"{name}.stage{stage}", variant.suffix, programs)
+                block = f"{name}.stage{stage}"
+                _record(unit, block, variant.suffix, programs)
+                _remark(unit, block + variant.suffix, variant.differentiated[name], programs)
         return changes
 
     def _peaks(self, unit: Compilation, choices: Sequence[Choice | None]) -> list[int]:
@@ -103,6 +105,7 @@ def _apply_policy(unit: Compilation, policy: str) -> int:
                 if new is not programs:
                     changes += 1
                     _record(unit, name, variant.suffix, new)
+                    _remark(unit, name + variant.suffix, programs, new)
             variant.differentiated[name] = done[id(programs)]
     return changes
 
@@ -180,6 +183,14 @@ def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     for old, fresh in zip(gm.graph.nodes, new.graph.nodes, strict=True):
         fresh.meta = dict(old.meta)
     return new
+
+
+def _remark(unit: Compilation, name: str, old: Differentiated, new: Differentiated) -> None:
+    """Say in the dump what a block saves, before and now."""
+    before, after = (sum(map(kept_bytes, saved_nodes(each))) for each in (old, new))
+    assert new.backward is not None
+    again = sum(n.meta.get("phase") == "recompute" for n in new.backward.graph.nodes)
+    unit.remark(f"{name}: saves {after:,} bytes instead of {before:,}, {again} calls run again")
 
 
 def _record(unit: Compilation, name: str, suffix: str, programs: Differentiated) -> None:

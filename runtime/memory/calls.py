@@ -7,6 +7,7 @@ lie in the memory of an operand or in memory of their own; while it runs it may 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,27 +98,31 @@ class _Runner:
         args: Any
         if node.op == "get_attr":
             constant = operator.attrgetter(str(node.target))(self.gm)
-            return self.mode.from_tensor(constant)
+            return _Value.of(self.mode.from_tensor(constant))
         if node.op != "call_function" or node.target in STARTS or node.target in WAITS:
-            return pytree.tree_map(_like, node.meta.get("val"))
+            return pytree.tree_map(_Value.like, node.meta.get("val"))
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
         if node.target is operator.getitem:
             return args[0][args[1]]
-        function, args = self._function(node, args)
-        operands = self._operands(node)
-        key = (function, *_frozen((args, kwargs), operands))
-        if key in self.known:
-            likeness, self.found[node] = self.known[key]
-            return pytree.tree_map(_like, likeness)
-        value, self.found[node] = _measure(function, args, kwargs, operands)
-        places = [place for place in pytree.tree_leaves(self.found[node].results) if place]
-        if all(isinstance(p, Fresh) for p in places) and len(set(places)) == len(places):
-            self.known[key] = (pytree.tree_map(_describe, value), self.found[node])
-        return value
-
-    def _operands(self, node: fx.Node) -> list[torch.Tensor]:
         given = [self.values[operand] for operand in operand_nodes(node)]
-        return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        operands = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, _Value)]
+        function, args = self._function(node, args)
+        key = (function, _frozen((args, kwargs)), _sharing(operands))
+        if key in self.known:
+            results, self.found[node] = self.known[key]
+            return pytree.tree_map(
+                lambda leaf: (
+                    operands[leaf.number] if isinstance(leaf, Operand) else _Value.like(leaf)
+                ),
+                results,
+            )
+        args, kwargs = pytree.tree_map(_Value.tensor_of, (args, kwargs))
+        value, self.found[node] = _measure(function, args, kwargs, [o.tensor for o in operands])
+        value = pytree.tree_map(_Value.of, value)
+        results = _results(value, self.found[node].results, operands)
+        if results is not None:
+            self.known[key] = (results, self.found[node])
+        return value
 
     def _function(self, node: fx.Node, args: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
         """What generated code calls for a node, and with which arguments."""
@@ -155,41 +160,85 @@ def _measure(
 
 
 @dataclass(frozen=True)
-class _Likeness:
-    """What there is to know of a tensor in memory of its own."""
-
+class _Layout:
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _describe(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return _Likeness(value.shape, value.stride(), value.dtype)
+class _Value:
+    """A tensor of a graph; the fake one is made when a call is run on it."""
+
+    def __init__(self, layout: _Layout, tensor: torch.Tensor | None = None) -> None:
+        self.layout = layout
+        self._tensor = tensor
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        """What a call returned."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return _Value(_layout(value), value)
+
+    @staticmethod
+    def like(value: Any) -> Any:
+        """A value like a tensor or of a layout, in memory of its own."""
+        layout = _layout(value)
+        return _Value(layout) if isinstance(layout, _Layout) else value
+
+    @staticmethod
+    def tensor_of(value: Any) -> Any:
+        """The fake tensor of a value; what is none is itself."""
+        return value.tensor if isinstance(value, _Value) else value
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            layout = self.layout
+            self._tensor = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype)
+        return self._tensor
+
+    @property
+    def memory(self) -> Any:
+        """Equal for values that share memory."""
+        return self if self._tensor is None else storage_key(self._tensor)
 
 
-def _like(value: Any) -> Any:
-    """A fake tensor like a value of a graph, in memory of its own."""
+def _results(value: Any, places: Any, operands: list[_Value]) -> Any:
+    """A call's value with a layout or an operand for each tensor; None where it has other views."""
+    leaves, spec = pytree.tree_flatten(value)
+    taken = Counter(pytree.tree_leaves(places))
+    found: list[Any] = []
+    for leaf, place in zip(leaves, pytree.tree_leaves(places), strict=True):
+        if not isinstance(leaf, _Value):
+            found.append(leaf)
+        elif isinstance(place, Operand) and leaf.tensor is operands[place.number].tensor:
+            found.append(place)
+        elif isinstance(place, Fresh) and taken[place] == 1:
+            found.append(leaf.layout)
+        else:
+            return None
+    return pytree.tree_unflatten(found, spec)
+
+
+def _layout(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        value = _describe(value)
-    if not isinstance(value, _Likeness):
-        return value
-    return torch.empty_strided(value.shape, value.strides, dtype=value.dtype)
+        return _Layout(value.shape, value.stride(), value.dtype)
+    return value.layout if isinstance(value, _Value) else value
 
 
-def _frozen(arguments: Any, operands: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Arguments as a key: of tensors the layout, and which of them share memory."""
-    numbers: dict[int, int] = {}
+def _frozen(value: Any) -> Any:
+    """Arguments as a key, with layouts in the place of tensors."""
+    if isinstance(value, _Value):
+        return value.layout
+    if isinstance(value, Mapping):
+        return tuple((name, _frozen(item)) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    return (type(value), value)  # 1, 1.0 and True are other arguments
 
-    def frozen(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return _describe(value)
-        if isinstance(value, Mapping):
-            return tuple((name, frozen(item)) for name, item in value.items())
-        if isinstance(value, (list, tuple)):
-            return tuple(map(frozen, value))
-        return (type(value), value)  # 1, 1.0 and True are other arguments
 
-    shared = [numbers.setdefault(storage_key(operand), len(numbers)) for operand in operands]
-    return (frozen(arguments), tuple(shared))
+def _sharing(operands: list[_Value]) -> tuple[int, ...]:
+    """Which operands share memory: equal numbers."""
+    numbers: dict[Any, int] = {}
+    return tuple(numbers.setdefault(operand.memory, len(numbers)) for operand in operands)

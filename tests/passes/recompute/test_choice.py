@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterator
 
 import pytest
@@ -13,11 +12,11 @@ from torch import fx
 from msc.ir.mesh import Mesh
 from msc.ir.torch_private import storage_key
 from msc.passes.compilation import Settings
-from msc.passes.differentiate import Differentiated, differentiate
+from msc.passes.differentiate import Differentiated
 from msc.passes.recompute.choice import Candidates, StageProgram
 from msc.passes.recompute.costs import again_cost, is_view, kept_bytes
 from msc.passes.recompute.rewrite import can_be_saved, recompute, recomputed, saved_nodes
-from tests.passes.graphs import Forward
+from tests.passes.recompute.blocks import mlp, normed
 
 ATEN = torch.ops.aten
 SETTINGS = Settings(Mesh.parse(""))
@@ -26,33 +25,6 @@ COPIES = 3
 
 def cost(node: fx.Node) -> float:
     return again_cost(node, SETTINGS)
-
-
-def mlp() -> Differentiated:
-    """A gated product: values of different sizes, one of them a view."""
-    build = Forward()
-    x = build.placeholder("value", "x", 4, 8, differentiable=True)
-    up = build.placeholder("parameter", "up", 32, 8, differentiable=True)
-    down = build.placeholder("parameter", "down", 8, 32, differentiable=True)
-    hidden = build.linear(x, up)
-    active = build.call(ATEN.gelu.default, hidden)
-    turned = build.call(ATEN.transpose.int, active, 0, 1)
-    back = build.call(ATEN.transpose.int, turned, 0, 1)
-    gated = build.call(ATEN.mul.Tensor, back, build.call(ATEN.tanh.default, hidden))
-    return differentiate(build.done(build.linear(gated, down)), build.mode)
-
-
-def normed() -> Differentiated:
-    """A call of several results, of which some are saved."""
-    build = Forward()
-    x = build.placeholder("value", "x", 4, 8, differentiable=True)
-    scale = build.placeholder("parameter", "scale", 8, differentiable=True)
-    shift = build.placeholder("parameter", "shift", 8, differentiable=True)
-    whole = build.call(ATEN.native_layer_norm.default, x, [8], scale, shift, 1e-5)
-    y = build.graph.call_function(operator.getitem, (whole, 0))
-    y.meta["val"] = whole.meta["val"][0]
-    squared = build.call(ATEN.mul.Tensor, y, y)
-    return differentiate(build.done(build.call(ATEN.tanh.default, squared)), build.mode)
 
 
 def every_choice(found: Differentiated) -> Iterator[tuple[float, int]]:

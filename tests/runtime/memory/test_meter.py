@@ -76,7 +76,6 @@ def test_two_processes(tmp_path: Path) -> None:
         gpt(mesh="tp=2", recompute="selective", optimizer=msc.AdamW()),
         gpt(mesh="pp=2", recompute="none", microbatches=2),
         llama(mesh="dp=2", recompute="full", microbatches=2),
-        llama(mesh="tp=2", recompute="full"),
     ]
     for number, program in enumerate(programs):
         program.save(tmp_path / str(number))
