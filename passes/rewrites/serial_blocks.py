@@ -81,13 +81,17 @@ class _OtherStructure(Exception):
 
 
 def find_places(gm: fx.GraphModule) -> list[Place]:
-    """Every attention of a normalized forward graph, in order."""
+    """Every attention of a normalized forward graph, in order; those of one block are one place."""
     origins = Origins(gm)
     residuals = [found for node in origins.nodes if (found := _residual(node, origins))]
-    places = []
+    places: list[Place] = []
+    known: set[fx.Node] = set()  # what is inside of the blocks found so far
     for core in origins.nodes:
-        if is_attention(core, origins):
-            places.append(_place(core, residuals, origins))
+        if core not in known and is_attention(core, origins):
+            place = _place(core, residuals, origins)
+            places.append(place)
+            if place.block is not None:
+                known |= place.block.attention.inside
     return places
 
 

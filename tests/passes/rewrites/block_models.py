@@ -26,6 +26,7 @@ NEAR_MISSES = (
     "sum-read-by-mlp",
     "mlp-without-norm",
     "mlp-reads-embedding",
+    "first-skip-scaled",
     "skip-scaled",
     "skip-dropped",
     "sum-scaled",
@@ -43,7 +44,8 @@ NEAR_MISSES = (
 class BlockConfig:
     """How a block is built; parallel: y = x + attention(norm1(x)) + mlp(norm2(x)).
 
-    shared: both branches read norm1. scale: "vector" (LayerScale), "gate" (tanh of a number) or "".
+    twice: the attention is a difference of two. shared: both branches read norm1. scale: "vector"
+        (LayerScale), "gate" (tanh of a number) or "".
     near_miss: of `NEAR_MISSES`, what keeps the blocks from being serial pre-norm blocks.
     """
 
@@ -54,6 +56,7 @@ class BlockConfig:
     bias: bool = True
     causal: bool = True
     math: bool = False
+    twice: bool = False
     dropout: float = 0.0
     scale: str = ""
     flatten: bool = False
@@ -117,6 +120,8 @@ class Attention(nn.Module):
             y = torch.softmax(q @ k.transpose(-1, -2) * 0.5, dim=-1) @ v
         else:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.config.causal)
+        if self.config.twice:
+            y = y - functional.scaled_dot_product_attention(k, q, v)
         mixed: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
         return mixed
 
@@ -199,7 +204,7 @@ class Block(nn.Module):
             aside = core.sum()
         if near == "sandwich":
             core = self.norm3(core)
-        h = self._add(x, self._end(core, 0))
+        h = self._add(0.5 * x if near == "first-skip-scaled" else x, self._end(core, 0))
         if near == "cross-attention":
             h = h + self.other_attention(self.norm3(h), first)
         if near == "sum-scaled":

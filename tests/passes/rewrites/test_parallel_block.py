@@ -74,6 +74,7 @@ CONFIGS = st.builds(
     bias=st.booleans(),
     causal=st.booleans(),
     math=st.booleans(),
+    twice=st.booleans(),
     dropout=st.sampled_from([0.0, 0.2]),
     scale=st.sampled_from(["", "vector", "gate"]),
     flatten=st.booleans(),
@@ -83,13 +84,17 @@ CONFIGS = st.builds(
 
 
 # Each example captures two models: what shrinking would gain takes minutes.
-FEW = settings(deadline=None, max_examples=10, phases=[Phase.explicit, Phase.generate])
+FEW = settings(deadline=None, max_examples=8, phases=[Phase.explicit, Phase.generate])
 
 
 @given(CONFIGS, st.booleans())
 @FEW
 def test_a_rewritten_block_is_the_one_written_as_parallel(config: BlockConfig, share: bool) -> None:
     assert_is_parallel(config, msc.ParallelBlock(share_norm=share))
+
+
+def test_two_attentions_of_one_branch_are_one_place() -> None:
+    assert_is_parallel(BlockConfig(twice=True), msc.ParallelBlock())
 
 
 @given(CONFIGS, st.sampled_from(NEAR_MISSES))
