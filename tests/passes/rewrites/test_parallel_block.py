@@ -84,7 +84,7 @@ CONFIGS = st.builds(
 
 
 # Each example captures two models: what shrinking would gain takes minutes.
-FEW = settings(deadline=None, max_examples=8, phases=[Phase.explicit, Phase.generate])
+FEW = settings(deadline=None, max_examples=5, phases=[Phase.explicit, Phase.generate])
 
 
 @given(CONFIGS, st.booleans())
@@ -235,9 +235,8 @@ def _blocks(**changes: Any) -> Callable[[], tuple[nn.Module, Any]]:
         (_zoo("vit"), "pp=3,dp=2", 2, False),
         (_gpt, "pp=2,dp=2,tp=2", 2, False),
         (_blocks(dropout=0.2, scale="vector"), "dp=2,tp=2", 1, False),
-        (_blocks(dropout=0.2, scale="gate", norm="rms-pow", flatten=True), "tp=2", 2, True),
     ],
-    ids=["gpt2", "llama", "mistral", "opt", "vit", "gpt", "scaled", "gated"],
+    ids=["gpt2", "llama", "mistral", "opt", "vit", "gpt", "scaled"],
 )
 def test_every_mesh_computes_the_rewritten_model(
     build: Callable[[], tuple[nn.Module, Any]], mesh: str, microbatches: int, share: bool
