@@ -21,6 +21,8 @@ from msc.ir.rewrites import Finding, Rewrite
 from msc.ir.structure import Structure
 from msc.passes.chunks import Block, Chunk, Key
 from msc.passes.differentiate import Differentiated
+from msc.passes.halves import Halves
+from msc.passes.schedules.schedule import Schedule
 from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.batch import BatchPlan
 from msc.passes.sharding.partition import Partitioned
@@ -40,6 +42,7 @@ class Settings:
     mesh: Mesh
     micro_batches: int = 1
     schedule: str = "1f1b"
+    virtual_stages: int | None = None  # chunks per stage; None: as many as the schedule usually has
     optimizer: AdamW | None = None
     master: torch.dtype | None = None  # of parameters, where the chunks compute in a lower one
     cost: CostModel = field(default_factory=CostModel)
@@ -83,6 +86,7 @@ class Variant:
     local: dict[str, Partitioned] = field(default_factory=dict)
     value_meta: dict[Key, dict[str, Any]] = field(default_factory=dict)
     differentiated: dict[str, Differentiated] = field(default_factory=dict)
+    halves: dict[str, Halves] = field(default_factory=dict)
     blocks: dict[str, Block] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -105,6 +109,7 @@ class Compilation(Unit):
     local_prologue: Partitioned | None
     variants: list[Variant]
     parameter_states: dict[str, dict[str, State]]
+    schedule: Schedule
     stages_of: dict[str, list[int]]
     input_shapes: dict[str, tuple[int, ...]]
     rank_graphs: list[fx.GraphModule]
@@ -142,11 +147,17 @@ class Compilation(Unit):
     def chunk_graphs(self, index: int) -> dict[str, fx.GraphModule]:
         """The graphs of one micro-batch by name, of the class of ranks `rank_graphs[index]`."""
         stage, variant = divmod(index, len(self.variants))
-        chunk = self.variants[variant].chunks[stage]
-        found = {"forward": chunk.forward}
-        if chunk.backward is not None:
-            found["backward"] = chunk.backward
-        if self.local_prologue is not None and any(kind == "step" for kind, _ in chunk.others):
+        chunks = [chunk for chunk in self.variants[variant].chunks if chunk.stage == stage]
+        found: dict[str, fx.GraphModule] = {}
+        for chunk in chunks:
+            prefix = f"chunk{chunk.index}." if len(chunks) > 1 else ""
+            found[f"{prefix}forward"] = chunk.forward
+            if chunk.backward is not None:
+                found[f"{prefix}backward"] = chunk.backward
+            if chunk.weight_backward is not None:
+                found[f"{prefix}weight_backward"] = chunk.weight_backward
+        steps = any(kind == "step" for chunk in chunks for kind, _ in chunk.others)
+        if self.local_prologue is not None and steps:
             found["prologue"] = self.local_prologue.gm
         return found
 
