@@ -79,7 +79,7 @@ class _Builder:
         self.coordinates: dict[str, fx.Node] = {}
         self.step_values: dict[str, fx.Node] = {}
         self.buffers: dict[tuple[int, str], fx.Node] = {}
-        self.received: dict[Step, fx.Node] = {}
+        self.received: dict[Step, tuple[fx.Node, tuple[torch.Tensor, ...]]] = {}
         self.sent: dict[Step, fx.Node] = {}
         self.passed: dict[Step, list[fx.Node]] = {}
         self.results: dict[tuple[int, int], list[fx.Node]] = {}
@@ -295,15 +295,13 @@ class _Builder:
         sender = self._stage_of(source)
         channel = self._channel(step, sender, self.stage)
         token = self._act(actions.recv, sender, channel, shapes, dtypes)
-        token.meta["received"] = tuple(values)
-        self.received[step] = token
+        self.received[step] = token, tuple(values)
 
     def _arrived(self, step: Step) -> list[fx.Node]:
         """What a step gets from the chunk before it, once it is there."""
         if step not in self.received:
             return self.passed.pop(step, [])
-        token = self.received.pop(step)
-        values = token.meta.pop("received")
+        token, values = self.received.pop(step)
         done = self._act(actions.wait, token, val=values)
         return [self._pick(done, index) for index in range(len(values))]
 
@@ -383,17 +381,19 @@ class _Builder:
     def _reduce_gradients(self) -> dict[str, fx.Node]:
         gradients = self._summed_gradients()
         limit = self.settings.bucket_bytes
-        first: dict[str, list[str]] = {}
+        first: dict[tuple[str, int], list[str]] = {}
         tied: dict[str, list[str]] = {}
         for name in gradients:
             states = self.unit.parameter_states[name]
             axes = [a for a, s in states.items() if a != "mb" and isinstance(s.grad, Partial)]
             if axes:
-                first.setdefault(",".join(axes), []).append(name)
+                # by chunk: one whose backwards are over need not wait for another
+                chunk = next((c.index for c in self.chunks if name in c.parameter_gradients), -1)
+                first.setdefault((",".join(axes), chunk), []).append(name)
             stages = self.unit.stages_of[name]
             if len(stages) > 1:
                 tied.setdefault(f"pp[{','.join(map(str, stages))}]", []).append(name)
-        for group, members in first.items():
+        for (group, _), members in first.items():
             for bucket in buckets(members, gradients, limit):
                 self._all_reduce(group, bucket, gradients)
         # stages read tied weights in different orders; what they reduce together has one order
