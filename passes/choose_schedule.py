@@ -59,6 +59,7 @@ class _Blocks:
         self.forward: dict[str, float] = {}
         self.backward: dict[str, float] = {}
         self.weight: dict[str, float] = {}  # the part of the backward that can wait
+        self._cuts: dict[tuple[Stages, bool], Cut] = {}
         for name in unit.structure.blocks:
             programs = unit.variants[0].differentiated[name]
             self.forward[name] = _cost(unit, _calls(programs.forward))
@@ -71,6 +72,12 @@ class _Blocks:
 
     def cut(self, rules: Rules) -> Cut:
         """Chunks of equal cost; `PlanError` if there are more of them than layers."""
+        key = rules.stages, rules.split
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(rules)
+        return self._cuts[key]
+
+    def _cut(self, rules: Rules) -> Cut:
         _check_layers(self.unit, rules.stages)
         whole = [self.forward[i.block] + self.backward[i.block] for i in self.instances]
         runs = balance(whole, rules.stages.num_chunks)

@@ -76,7 +76,9 @@ class Forward:
         return gm
 
 
-def layers(num_layers: int = 2, container: str = "layers", tied: bool = False) -> fx.GraphModule:
+def layers(
+    num_layers: int = 2, container: str = "layers", tied: bool = False, samples: int = 4
+) -> fx.GraphModule:
     """`x + down(relu(up(x)))` for each layer, then the sum of a head's results.
 
     tied: the head's weight scales the input as well, so the first and the last layer share it.
@@ -90,7 +92,7 @@ def layers(num_layers: int = 2, container: str = "layers", tied: bool = False) -
         )
         for i in range(num_layers)
     ]
-    x = build.input("x", 4, 8)
+    x = build.input("x", samples, 8)
     if tied:
         x = build.linear(x, head, "embed")
     for i, (up, down) in enumerate(weights):
