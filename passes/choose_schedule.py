@@ -16,6 +16,7 @@ from msc.ir.structure import layer_of, output_nodes, placeholders
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.chunks import balance, crossing
 from msc.passes.compilation import Compilation
+from msc.passes.schedules.balance import even_stages
 from msc.passes.schedules.rules import AUTO, Rules, rules_of
 from msc.passes.schedules.schedule import Schedule, scheduled
 from msc.passes.schedules.search import Cut, best_schedule
@@ -80,7 +81,7 @@ class _Blocks:
     def _cut(self, rules: Rules) -> Cut:
         _check_layers(self.unit, rules.stages)
         whole = [self.forward[i.block] + self.backward[i.block] for i in self.instances]
-        runs = balance(whole, rules.stages.num_chunks)
+        runs = even_stages(whole, balance(whole, rules.stages.num_chunks), rules.stages)
         weight = self.weight if rules.split else dict.fromkeys(self.weight, 0.0)
 
         def of_chunks(of_block: Callable[[str], float]) -> tuple[float, ...]:

@@ -53,7 +53,8 @@ class ReduceEarly(GraphPass):
                 _move(gm, bucket, total, parts)
             _sum_the_rest(gm, total, parts)
             moved += len(buckets)
-        gm.graph.eliminate_dead_code(_stays)
+        if moved:
+            gm.graph.eliminate_dead_code(_stays)
         return moved
 
 
