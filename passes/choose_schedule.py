@@ -51,6 +51,9 @@ class ChooseSchedule(UnitPass):
         return 0
 
 
+_KEPT = (None, "value")  # results, and values of other blocks: what is there once per micro-batch
+
+
 class _Blocks:
     """What the blocks of a compilation cost and keep, on a rank with the largest shards."""
 
@@ -104,10 +107,12 @@ class _Blocks:
         return self.unit.settings.cost.send(widest)
 
     def _saved(self, block: str) -> float:
-        """Bytes that a block saves of one micro-batch, besides its inputs."""
+        """Bytes that a block saves of one micro-batch: of its results, and of other blocks'."""
         programs = self.unit.variants[0].differentiated[block]
-        results = output_nodes(programs.forward)[programs.num_outputs :]
-        return float(sum(nbytes(node.meta["val"]) for node in results))
+        given = placeholders(programs.forward)
+        kept = output_nodes(programs.forward)[programs.num_outputs :]
+        kept += [given[each.index] for each in programs.saved if each.is_input]
+        return float(sum(nbytes(n.meta["val"]) for n in kept if n.meta.get("kind") in _KEPT))
 
     def _state(self, stages: Stages, runs: list[list[int]]) -> tuple[float, ...]:
         """Bytes of each stage's parameters, gradients and moments."""

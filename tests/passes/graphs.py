@@ -188,8 +188,13 @@ def named_values(gm: fx.GraphModule, seed: int = 0) -> dict[str, Tensor]:
     return {n.meta["name"]: v for n, v in zip(placeholders(gm), values, strict=True)}
 
 
-def step(unit: Compilation, values: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """One step of all ranks in this process: every rank's loss, and whole gradients."""
+def step(
+    unit: Compilation, values: Mapping[str, Tensor], **network: Any
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """One step of all ranks in this process: every rank's loss, and whole gradients.
+
+    network: options of the virtual executor.
+    """
     mesh = unit.settings.mesh
 
     def graph(rank: int) -> fx.GraphModule:
@@ -208,7 +213,7 @@ def step(unit: Compilation, values: Mapping[str, Tensor]) -> tuple[list[Tensor],
 
     ranks = range(mesh.size)
     arguments = [[local(node, rank) for node in placeholders(graph(rank))] for rank in ranks]
-    results = VirtualExecutor(mesh, graph).run(arguments)
+    results = VirtualExecutor(mesh, graph, **network).run(arguments)
     found: dict[str, Tensor] = {}
     for name in unit.parameter_states:
         owners = layouts[name].owners(mesh)

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from msc.ir import actions
+from msc.ir.communication import used_channels
 from msc.ir.optimizer import AdamW
 from msc.passes.compilation import Compilation
 from msc.passes.schedules.rules import SCHEDULES
@@ -17,6 +18,8 @@ from tests.passes.graphs import (
     assert_text,
     compilation,
     layers,
+    named_values,
+    step,
     through,
 )
 
@@ -195,6 +198,55 @@ def test_stages_follow_their_schedule() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_schedules_keep_the_numbers(schedule: str, micro_batches: int) -> None:
     assert_parity(layers(6, tied=True), "pp=3", micro_batches, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "micro_batches"),
+    [("interleaved", "pp=2", 5), ("zb-v", "pp=4", 9), ("zb-h1", "pp=4", 6), ("auto", "pp=3", 7)],
+)
+def test_sends_that_wait_for_their_receives(schedule: str, mesh: str, micro_batches: int) -> None:
+    """As on a network without buffers, whichever rank is ahead."""
+    gm = layers(8, tied=True, samples=micro_batches)
+    unit = assert_parity(gm, mesh, micro_batches, schedule=schedule)
+    values = named_values(gm)
+    losses, _ = step(unit, values)
+    for pick in (min, max):
+        found, _ = step(unit, values, rendezvous=True, pick=pick)
+        assert all(map(torch.equal, found, losses))
+
+
+def test_neighbours_that_send_two_kinds_use_two_channels() -> None:
+    """With two stages the last one sends activations to the first as well as gradients."""
+    unit = built(layers(4), "pp=2", 2, schedule="interleaved")
+    found = {channel for gm in unit.rank_graphs for channel, _ in used_channels(gm)}
+    assert found == {"pp:0>1", "pp:1>0", "pp:0>1 gradients", "pp:1>0 gradients"}
+
+
+def test_what_stays_on_a_stage_is_not_sent() -> None:
+    for schedule in ("interleaved", "zb-v"):
+        (gm,) = built(layers(4), "", 2, schedule=schedule).rank_graphs
+        assert not any(node.target in (actions.send, actions.recv) for node in gm.graph.nodes)
+    last = built(layers(4), "pp=2", 2, schedule="zb-v").rank_graphs[1]
+    sent = [n for n in last.graph.nodes if n.target is actions.send]
+    assert len(sent) == 2 * 2  # of each micro-batch, the last chunk's input and a gradient
+
+
+def test_a_weight_of_two_chunks_is_summed_on_its_rank() -> None:
+    """The tied head is in the first and in the last chunk, which a V puts on one stage."""
+    unit = assert_parity(layers(4, tied=True, samples=6), "pp=2", 3, schedule="zb-v")
+    assert unit.stages_of["head.weight"] == [0]
+    assert not any("pp[" in line for gm in unit.rank_graphs for line in reductions(gm))
+
+
+def test_every_chunk_reduces_early() -> None:
+    """Buckets hold gradients of one chunk, and leave when its last backward has made them."""
+    unit = assert_parity(layers(4, samples=4), "pp=2,dp=2", 2, schedule="interleaved")
+    first = unit.rank_graphs[0]
+    nodes = list(first.graph.nodes)
+    starts = [i for i, n in enumerate(nodes) if n.target is ALL_REDUCE and n.args[2] == "dp"]
+    calls = [i for i, n in enumerate(nodes) if "backward" in str(n.target)]
+    assert len(starts) == 2
+    assert starts[0] < calls[-1]
 
 
 def test_every_send_is_waited_for() -> None:
