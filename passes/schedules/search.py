@@ -58,21 +58,23 @@ def best_schedule(
         usual = rules_of("1f1b", num_stages, 1, few)
         bound = _memory(cut(usual), list_schedule(usual, _equal(usual)))
     steps = sorted({1, num_stages // 2, num_stages - 1} - {0})
-    best: tuple[tuple[bool, float, float], str, Rules, Costs] | None = None
-    for name, rules, by in candidates(num_stages, many, few, [0, *steps, *(-n for n in steps)]):
+    best: tuple[tuple[bool, float, float], int, bool] | None = None
+    changes = [0, *steps, *(-n for n in steps)]
+    for number, (_, rules, by) in enumerate(candidates(num_stages, many, few, changes)):
         layers = cut(rules)
-        for planned in (layers.costs, _equal(rules))[: 1 if by else 2]:
-            orders = list_schedule(rules, planned)
+        for equal in (False, True)[: 1 if by else 2]:
+            orders = list_schedule(rules, _equal(rules) if equal else layers.costs)
             needed = _memory(layers, orders)
             key = (True, needed, 0.0)
             if needed <= bound:
                 key = (False, makespan(orders, rules.stages, layers.costs), needed)
             if best is None or key < best[0]:
-                best = key, name, rules, planned
+                best = key, number, equal
     assert best is not None  # any number of virtual stages has a schedule
-    _, name, rules, planned = best
-    rules = replace(rules, micro_batches=micro_batches)
+    _, number, equal = best
+    name, rules, _ = list(candidates(num_stages, many, micro_batches, changes))[number]
     layers = cut(rules)
+    planned = _equal(rules) if equal else layers.costs
     orders = list_schedule(rules, planned)
     return Schedule(name, rules, layers.runs, orders, planned, layers.costs)
 
@@ -99,7 +101,7 @@ def _changed(rules: Rules, by: int) -> Rules:
     virtual = rules.stages.virtual
     least, own = virtual, 1
     if rules.in_order:  # a group goes through all chunks of a stage
-        least, own = (virtual - 1) * rules.group + 1, rules.group
+        least, own = (virtual - 1) * rules.group_size + 1, rules.group_size
     return replace(
         rules,
         in_flight=tuple(min(n, max(own, n + by)) if by < 0 else n + by for n in rules.in_flight),
