@@ -6,8 +6,8 @@ allow; the limits are what makes a schedule:
     gpipe        none: all forwards, then all backwards (Huang et al., NeurIPS 2019)
     1f1b         a chunk has no more micro-batches in flight than chunks follow it, itself included
                  (PipeDream-Flush, Narayanan et al., ICML 2021)
-    interleaved  several chunks per stage, in groups of as many micro-batches as there are stages (or
-                 of a few more, where these do not divide them); a stage holds what it needs to
+    interleaved  several chunks per stage, in groups of as many micro-batches as there are stages,
+                 or of a few more where these do not divide them; a stage holds what it needs to
                  warm up, and one more (Narayanan et al., SC 2021, section 2.2)
     zb-h1        1f1b with a split backward; weight gradients fill what would be idle, and a stage
                  holds no more than the first one of 1f1b (Qi et al., 2023, section 2.2)
