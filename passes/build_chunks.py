@@ -41,8 +41,7 @@ def _build(
 ) -> None:
     """The chunks of the ranks of a variant."""
     for name, programs in variant.differentiated.items():
-        coordinates = variant.local[name].coordinates
-        variant.blocks[name] = Block(programs, coordinates, variant.halves.get(name))
+        variant.blocks[name] = Block(programs, variant.local[name].coordinates)
     chunks: list[Chunk] = []
     gradients_below: list[Key] = []
     for index in reversed(range(len(runs))):

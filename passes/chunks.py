@@ -73,7 +73,6 @@ class Block:
 
     programs: Differentiated
     coordinates: list[str]
-    halves: Halves | None = None  # of the backward, where it is split
 
 
 @dataclass
@@ -355,7 +354,8 @@ class ChunkBuilder:
         by_parameter: dict[str, fx.Node],
         later: list[_Later],
     ) -> None:
-        programs, halves = self.blocks[instance.block].programs, self.blocks[instance.block].halves
+        programs = self.blocks[instance.block].programs
+        halves = programs.halves
         if programs.backward is None:
             return
         target, gm, positions = f"{instance.block}_backward", programs.backward, programs.gradients

@@ -21,7 +21,6 @@ from msc.ir.rewrites import Finding, Rewrite
 from msc.ir.structure import Structure
 from msc.passes.chunks import Block, Chunk, Key
 from msc.passes.differentiate import Differentiated
-from msc.passes.halves import Halves
 from msc.passes.schedules.schedule import Schedule
 from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.batch import BatchPlan
@@ -86,7 +85,6 @@ class Variant:
     local: dict[str, Partitioned] = field(default_factory=dict)
     value_meta: dict[Key, dict[str, Any]] = field(default_factory=dict)
     differentiated: dict[str, Differentiated] = field(default_factory=dict)
-    halves: dict[str, Halves] = field(default_factory=dict)
     blocks: dict[str, Block] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
 

@@ -37,18 +37,17 @@ class SplitBackward(UnitPass):
     def run(self, unit: Compilation) -> int:
         if not unit.schedule.rules.split:
             return 0
-        done: dict[int, Halves] = {}  # blocks that are alike on several variants
+        changes = 0
         for variant in unit.variants:
             for name, programs in variant.differentiated.items():
-                if programs.backward is None:
-                    continue
-                if id(programs) not in done:
-                    done[id(programs)] = halves = split(programs)
-                    del unit.graphs[f"{name}.backward{variant.suffix}"]
-                    unit.graphs[f"{name}.input_backward{variant.suffix}"] = halves.inputs
-                    unit.graphs[f"{name}.weight_backward{variant.suffix}"] = halves.weights
-                variant.halves[name] = done[id(programs)]
-        return 2 * len(done)
+                if programs.backward is None or programs.halves is not None:
+                    continue  # or alike on several variants
+                programs.halves = split(programs)
+                del unit.graphs[f"{name}.backward{variant.suffix}"]
+                unit.graphs[f"{name}.input_backward{variant.suffix}"] = programs.halves.inputs
+                unit.graphs[f"{name}.weight_backward{variant.suffix}"] = programs.halves.weights
+                changes += 2
+        return changes
 
 
 def split(programs: Differentiated) -> Halves:
