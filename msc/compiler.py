@@ -76,7 +76,7 @@ def compile(
             model's parameters, before its first step; None for loss and gradients only.
         microbatches: parts of each dp rank's batch that run one after the other.
         schedule: "gpipe", "1f1b", "interleaved", "zb-h1" or "zb-v"; "auto" takes the one that ends
-            first by the modelled costs and fits into `memory`.
+            first by the modelled costs and fits into `memory`, or else into what "1f1b" needs.
         virtual_stages: chunks of layers per rank of pp, for "gpipe", "interleaved" and "auto".
         cluster: an `msc.Cluster`, a mapping or a JSON file; costs are then seconds on it.
         memory: bytes per rank that parameters, gradients, optimizer state and activations may take;

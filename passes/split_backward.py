@@ -13,14 +13,14 @@ Numerics: kept bit for bit.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.structure import output_nodes, placeholders
-from msc.passes.compilation import Compilation
+from msc.passes.compilation import Compilation, Variant
 from msc.passes.cut import copy_subgraph
 from msc.passes.differentiate import Differentiated
 from msc.passes.halves import Halves
@@ -37,29 +37,23 @@ class SplitBackward(UnitPass):
     def run(self, unit: Compilation) -> int:
         if not unit.schedule.rules.split:
             return 0
-        done: dict[int, Halves] = {}  # by backward: blocks may be alike on several variants
+        changes = 0
         for variant in unit.variants:
-            for name, programs in variant.differentiated.items():
-                new = _split_once(unit, name, variant.suffix, programs, done)
-                variant.differentiated[name] = new
-            for (stage, name), programs in variant.at_stage.items():
-                new = _split_once(unit, f"{name}.stage{stage}", variant.suffix, programs, done)
-                variant.at_stage[stage, name] = new
-        return 2 * len(done)
+            for name, programs in _named(variant):
+                if programs.backward is None or programs.halves is not None:
+                    continue  # or alike on several variants
+                programs.halves = split(programs)
+                del unit.graphs[f"{name}.backward{variant.suffix}"]
+                unit.graphs[f"{name}.input_backward{variant.suffix}"] = programs.halves.inputs
+                unit.graphs[f"{name}.weight_backward{variant.suffix}"] = programs.halves.weights
+                changes += 2
+        return changes
 
 
-def _split_once(
-    unit: Compilation, name: str, suffix: str, programs: Differentiated, done: dict[int, Halves]
-) -> Differentiated:
-    if programs.backward is None:
-        return programs
-    key = id(programs.backward)
-    if key not in done:
-        done[key] = halves = split(programs)
-        del unit.graphs[f"{name}.backward{suffix}"]
-        unit.graphs[f"{name}.input_backward{suffix}"] = halves.inputs
-        unit.graphs[f"{name}.weight_backward{suffix}"] = halves.weights
-    return replace(programs, halves=done[key])
+def _named(variant: Variant) -> list[tuple[str, Differentiated]]:
+    """The blocks' programs with the names of their graphs."""
+    at_stage = [(f"{name}.stage{stage}", p) for (stage, name), p in variant.at_stage.items()]
+    return [*variant.differentiated.items(), *at_stage]
 
 
 def split(programs: Differentiated) -> Halves:

@@ -21,7 +21,8 @@ def even_stages(
     """
     total = [0.0, *itertools.accumulate(costs)]
     borders = [0, *itertools.accumulate(len(run) for run in runs)]
-    best = _loads(total, borders, stages)
+    members = [stages.chunks(stage) for stage in range(stages.count)]
+    best = _loads(total, borders, members)
     moves = [
         (first, last, by)
         for first in range(1, len(runs))
@@ -35,15 +36,17 @@ def even_stages(
             moved = [b + by if first <= i <= last else b for i, b in enumerate(borders)]
             if any(start >= end for start, end in itertools.pairwise(moved)):
                 continue
-            loads = _loads(total, moved, stages)
+            loads = _loads(total, moved, members)
             if loads < best:
                 borders, best, improved = moved, loads, True
     return [list(range(start, end)) for start, end in itertools.pairwise(borders)]
 
 
-def _loads(total: Sequence[float], borders: Sequence[int], stages: Stages) -> tuple[int, int]:
+def _loads(
+    total: Sequence[float], borders: Sequence[int], members: Sequence[Sequence[int]]
+) -> tuple[int, int]:
     """The busiest stage's work, then how uneven chunks are; in units in which rounding is lost."""
     unit = _LEAST * total[-1] or 1.0
     chunks = [(total[end] - total[start]) / unit for start, end in itertools.pairwise(borders)]
-    busiest = max(sum(chunks[c] for c in stages.chunks(s)) for s in range(stages.count))
+    busiest = max(sum(chunks[c] for c in own) for own in members)
     return round(busiest), round(_LEAST * sum(chunk**2 for chunk in chunks))

@@ -7,8 +7,9 @@ Whatever the costs, no rules can bring this to a standstill that hold, for each 
 many pairs as it has chunks. Take the first unfinished micro-batch and the next step of it. Before
 it, nothing has passed that chunk, nor any after it. If the step is a forward of a stage's j-th
 chunk, then only chunks before the j-th have anything in flight there; and each of those left j
-places free when it was let in. Backwards and weight gradients are never held back. In order, the
-same follows from comparing with the order that finishes one group after the other.
+places free when it was let in. Backwards and weight gradients are never held back. In order, a
+stage of v chunks must hold (v - 1) g + 1 pairs, g being the largest group: then the same follows
+from comparing with the order that finishes one group after the other, which holds no more.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class _Scheduler:
         return Step(kind, number, chunk) if number < self.rules.micro_batches else None
 
     def _preference(self, kind: Kind, place: int, step: Step) -> tuple[int, int, int, int]:
-        group = step.micro_batch // self.rules.group
+        group = self.rules.group(step.micro_batch)
         turn = place if kind == "forward" else -place
         return self.kinds.index(kind), group, turn, step.micro_batch
 

@@ -1,9 +1,9 @@
 """Schedule "auto": of many rules, those whose orders end first at the modelled costs.
 
-Every named schedule is tried with every number of virtual stages that is allowed, with its own
-limits and with wider ones, at equal costs and at the modelled ones. What needs more memory than
-there is drops out; without a bound on memory, what keeps more activations than 1F1B. Where nothing
-fits, narrower limits are tried.
+Every named schedule is tried with every number of virtual stages that is allowed, ordered at equal
+costs and at the modelled ones, and with wider and narrower limits. What needs more memory than
+there is drops out; without a bound, what needs more than 1F1B on its fullest stage. Of many
+micro-batches a few rounds stand for all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from msc.passes.schedules.schedule import Schedule
 from msc.passes.schedules.timeline import Costs, Orders, makespan, peak_held
 
 _MOST_VIRTUAL = 4
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -49,41 +50,41 @@ def best_schedule(
         many: tuple[int, ...] = (virtual,)
     else:
         many = tuple(v for v in range(1, _MOST_VIRTUAL + 1) if v * num_stages <= num_layers) or (1,)
-    usual = rules_of("1f1b", num_stages, 1, micro_batches)
-    kept = max(_activations(usual, cut(usual), list_schedule(usual, _equal(usual))))
-    bound = kept if memory is None else memory
-
-    def key(schedule: Schedule) -> tuple[bool, float, float]:
-        needed = _activations(schedule.rules, cut(schedule.rules), schedule.orders)
-        if memory is not None:
-            state = cut(schedule.rules).state
-            needed = [own + other for own, other in zip(needed, state, strict=True)]
-        if max(needed) > bound:
-            return True, max(needed), 0.0
-        return False, makespan(schedule.orders, schedule.stages, schedule.modelled), max(needed)
-
+    few = micro_batches
+    if micro_batches > (_ROUNDS + 1) * num_stages:
+        few = _ROUNDS * num_stages + micro_batches % num_stages
+    bound = memory
+    if bound is None:
+        usual = rules_of("1f1b", num_stages, 1, few)
+        bound = _memory(cut(usual), list_schedule(usual, _equal(usual)))
     steps = sorted({1, num_stages // 2, num_stages - 1} - {0})
-    best: Schedule | None = None
-    for changes in ([0, *steps], [-less for less in steps]):
-        if best is not None and not key(best)[0]:
-            break
-        found = [
-            Schedule(name, rules, cut(rules).runs, list_schedule(rules, planned), planned, costs)
-            for name, rules in candidates(num_stages, many, micro_batches, changes)
-            for costs in (cut(rules).costs,)
-            for planned in (_equal(rules), costs)
-        ]
-        best = min(found if best is None else [best, *found], key=key)
+    best: tuple[tuple[bool, float, float], int, bool] | None = None
+    changes = [0, *steps, *(-n for n in steps)]
+    for number, (_, rules, by) in enumerate(candidates(num_stages, many, few, changes)):
+        layers = cut(rules)
+        for equal in (False, True)[: 1 if by else 2]:
+            orders = list_schedule(rules, _equal(rules) if equal else layers.costs)
+            needed = _memory(layers, orders)
+            key = (True, needed, 0.0)
+            if needed <= bound:
+                key = (False, makespan(orders, rules.stages, layers.costs), needed)
+            if best is None or key < best[0]:
+                best = key, number, equal
     assert best is not None  # any number of virtual stages has a schedule
-    return best
+    _, number, equal = best
+    name, rules, _ = list(candidates(num_stages, many, micro_batches, changes))[number]
+    layers = cut(rules)
+    planned = _equal(rules) if equal else layers.costs
+    orders = list_schedule(rules, planned)
+    return Schedule(name, rules, layers.runs, orders, planned, layers.costs)
 
 
 def candidates(
     num_stages: int, many: Sequence[int], micro_batches: int, changes: Sequence[int] = (0,)
-) -> Iterator[tuple[str, Rules]]:
-    """Named rules with numbers of virtual stages out of `many`, and limits that differ from theirs.
+) -> Iterator[tuple[str, Rules, int]]:
+    """Names and rules with virtual stages out of `many`, and limits that differ by `changes`.
 
-    changes: how many more micro-batches may be in flight, or fewer where it is negative.
+    A change is how many more micro-batches may be in flight, or fewer where it is negative.
     """
     for name in ("1f1b", "interleaved", "zb-h1", "zb-v"):
         for virtual in many:
@@ -92,7 +93,7 @@ def candidates(
             rules = rules_of(name, num_stages, virtual, micro_batches)
             for by in changes:
                 more = f" with {abs(by)} {'more' if by > 0 else 'fewer'} in flight" if by else ""
-                yield name + more, _changed(rules, by)
+                yield name + more, _changed(rules, by), by
 
 
 def _changed(rules: Rules, by: int) -> Rules:
@@ -100,7 +101,7 @@ def _changed(rules: Rules, by: int) -> Rules:
     virtual = rules.stages.virtual
     least, own = virtual, 1
     if rules.in_order:  # a group goes through all chunks of a stage
-        least, own = (virtual - 1) * rules.group + 1, rules.group
+        least, own = (virtual - 1) * rules.group_size + 1, rules.group_size
     return replace(
         rules,
         in_flight=tuple(min(n, max(own, n + by)) if by < 0 else n + by for n in rules.in_flight),
@@ -108,9 +109,10 @@ def _changed(rules: Rules, by: int) -> Rules:
     )
 
 
-def _activations(rules: Rules, layers: Cut, orders: Orders) -> list[float]:
-    """The most bytes of activations that each stage holds."""
-    return [peak_held(order, layers.activations) for order in orders]
+def _memory(layers: Cut, orders: Orders) -> float:
+    """Bytes of the fullest stage: its state, and the most activations that it holds."""
+    held = [peak_held(order, layers.activations) for order in orders]
+    return max(own + state for own, state in zip(held, layers.state, strict=True))
 
 
 def _equal(rules: Rules) -> Costs:

@@ -56,7 +56,7 @@ return (%linear_wgrad_1, %linear_wgrad)
 
 def test_other_schedules_keep_the_backward_whole() -> None:
     unit = split("1f1b")
-    assert all(each.halves is None for each in unit.variants[0].differentiated.values())
+    assert all(programs.halves is None for programs in unit.variants[0].differentiated.values())
     assert "block1.backward" in unit.graphs
 
 
@@ -70,9 +70,10 @@ def test_what_one_call_gives_to_both_halves_is_picked_at_once() -> None:
     out = build.linear(y, build.parameter("layers.1.weight", 8, 8), "layers.1")
     gm = build.done(build.call(ATEN.sum.default, out, path="layers.1"))
     unit = through("split-backward", compilation(gm, "pp=2", schedule="zb-h1"))
-    programs = unit.variants[0].differentiated.values()
-    for halves in [each.halves for each in programs if each.halves is not None]:
-        assert all(isinstance(n.meta["val"], torch.Tensor) for n in placeholders(halves.weights))
+    for programs in unit.variants[0].differentiated.values():
+        assert programs.halves is not None
+        kept = placeholders(programs.halves.weights)
+        assert all(isinstance(node.meta["val"], torch.Tensor) for node in kept)
 
 
 def order_of_held(gm: torch.fx.GraphModule) -> int:

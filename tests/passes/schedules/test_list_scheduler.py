@@ -90,14 +90,18 @@ def test_the_bubble_of_1f1b(stages: int) -> None:
 @pytest.mark.parametrize("stages", range(1, 7))
 @pytest.mark.parametrize("virtual", range(1, 5))
 def test_the_bubble_of_interleaved_1f1b(stages: int, virtual: int) -> None:
-    """(p - 1) / (v m) of the work, where p divides m; elsewhere the last group leaves more."""
-    for count in range(stages, 4 * stages, stages):
+    """(p - 1) / (v m) of the work: where p divides m, and elsewhere too but for a few larger m."""
+    for count in range(stages, 4 * stages):
         rules, orders, costs = schedule("interleaved", stages, count, virtual)
         expected = (stages - 1) / (virtual * count)
-        assert bubble_fraction(orders, rules.stages, costs) == pytest.approx(expected)
-        if count > stages and virtual > 1:
+        found = bubble_fraction(orders, rules.stages, costs)
+        if count % stages == 0 or count < 2 * stages:
+            assert found == pytest.approx(expected)
+        else:
+            assert expected - 1e-9 <= found < 1.3 * expected
+        if count % stages == 0 and count > stages and virtual > 1:
             assert [peak_held(order) for order in orders] == list(rules.held)
-    for count in range(1, 2 * stages):
+    for count in range(1, stages):
         assert idle("interleaved", stages, count, virtual) >= 3 * (stages - 1)
 
 
@@ -135,7 +139,7 @@ def problems(draw: st.DrawFn) -> tuple[Rules, Costs]:
             rules.stages,
             count,
             draw(st.booleans()),
-            draw(st.sampled_from([1, stages, count])),
+            draw(st.integers(1, count)),
             False,
             (draw(st.sampled_from([1, 2, UNLIMITED])),) * rules.stages.num_chunks,
             (held,) * stages,
@@ -169,6 +173,6 @@ def test_never_a_standstill(problem: tuple[Rules, Costs]) -> None:
 
 
 def test_limits_that_no_order_keeps() -> None:
-    rules = Rules(Stages(2, 3), 2, False, 2, False, (UNLIMITED,) * 6, (2, 2))
+    rules = Rules(Stages(2, 3), 2, False, 1, False, (UNLIMITED,) * 6, (2, 2))
     with pytest.raises(PlanError, match="No order of steps keeps to these rules"):
         list_schedule(rules, Costs.equal(6, False))

@@ -47,7 +47,7 @@ def test_slow_transfers_speak_against_chunks_and_for_more_in_flight() -> None:
     assert time(found) < makespan(usual, rules.stages, costs)
 
 
-def test_no_more_activations_than_1f1b_without_a_bound() -> None:
+def test_no_more_memory_than_1f1b_without_a_bound() -> None:
     found = best(transfer=8.0)
     sizes = layers(found.rules, 16).activations
     assert all(peak_held(order, sizes) <= 16 for order in found.orders)
@@ -73,8 +73,14 @@ def test_no_named_schedule_is_better() -> None:
     for virtual in (None, 1, 2, 3):
         found = best(memory=1e9, virtual=virtual, transfer=0.3, head=6.0)
         many = (virtual,) if virtual is not None else (1, 2, 3, 4)
-        for _, rules in candidates(4, many, 8):
+        for _, rules, _ in candidates(4, many, 8):
             costs = layers(rules, 16, transfer=0.3, head=6.0).costs
             planned = Costs.equal(rules.stages.num_chunks, rules.split)
             assert time(found) <= makespan(list_schedule(rules, planned), rules.stages, costs)
         assert found.stages.virtual in many
+
+
+def test_a_few_rounds_stand_for_many_micro_batches() -> None:
+    found = best_schedule(4, None, 203, 16, lambda rules: layers(rules, 16), None)
+    assert found.name == "zb-v"
+    assert time(found) == 203 * 3 * 4 + 2 * 3
