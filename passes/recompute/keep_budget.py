@@ -20,6 +20,11 @@ from msc.passes.recompute.costs import again_cost
 from msc.passes.recompute.rewrite import recompute, saved_nodes
 from msc.passes.schedules.timeline import peak_held
 
+_NOT_SPLIT = (
+    ", or a schedule such as '1f1b', whose backward is not split: what the input gradients have "
+    "recomputed is else kept for the weight gradients"
+)
+
 
 @dataclass(frozen=True)
 class KeepBudget(UnitPass):
@@ -44,7 +49,10 @@ class KeepBudget(UnitPass):
             for blocks in _candidates(unit)
         ]
         chosen = within_budget(
-            stages, budget.bytes_per_rank, lambda choices: self._peaks(unit, choices)
+            stages,
+            budget.bytes_per_rank,
+            lambda choices: self._peaks(unit, choices),
+            _NOT_SPLIT if unit.schedule.rules.split else "",
         )
         changes = 0
         for stage, choice in enumerate(chosen):
