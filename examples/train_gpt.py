@@ -30,7 +30,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=8, help="samples of one step, over all ranks")
     parser.add_argument("--microbatches", type=int, default=2)
-    parser.add_argument("--schedule", default="1f1b", help="1f1b or gpipe")
+    parser.add_argument(
+        "--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zb-h1, zb-v or auto"
+    )
     parser.add_argument("--backend", default="aten", help="aten or inductor")
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--seed", type=int, default=0)

@@ -21,6 +21,7 @@ from rich.console import Console
 import msc
 from msc.build_target import load_target, user_line
 from msc.ir.errors import MSCError, UserError
+from msc.passes.schedules.rules import SCHEDULES
 from msc.pins_file import load_pins
 from msc.summary import compile_json, print_compile, print_verify, verify_json
 
@@ -76,7 +77,12 @@ MeshOption = Annotated[
 MicroBatches = Annotated[
     int, typer.Option("--microbatches", help="Parts of each dp rank's batch.", show_default=True)
 ]
-Schedule = Annotated[str, typer.Option("--schedule", help="Pipeline schedule: 1f1b or gpipe.")]
+Schedule = Annotated[
+    str, typer.Option("--schedule", help=f"Pipeline schedule: {', '.join(SCHEDULES)}.")
+]
+VirtualStages = Annotated[
+    int | None, typer.Option("--virtual-stages", help="Chunks of layers per rank of pp.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 ClusterFile = Annotated[
     Path | None,
@@ -114,6 +120,7 @@ def verify(
     mesh: MeshOption = "",
     microbatches: MicroBatches = 1,
     schedule: Schedule = "1f1b",
+    virtual_stages: VirtualStages = None,
     dtype: Annotated[
         DType | None, typer.Option("--dtype", help="Compare in this dtype; float64 is exact.")
     ] = None,
@@ -133,6 +140,7 @@ def verify(
             mesh=mesh,
             microbatches=microbatches,
             schedule=schedule,
+            virtual_stages=virtual_stages,
             precision=None if dtype is None else dtype.value,
             recompute=_recompute(recompute),
             plan=plan,
@@ -157,6 +165,7 @@ def compile_command(
     mesh: MeshOption = "",
     microbatches: MicroBatches = 1,
     schedule: Schedule = "1f1b",
+    virtual_stages: VirtualStages = None,
     optimizer: Annotated[
         Optimizer | None, typer.Option("--optimizer", help="Include the optimizer's step.")
     ] = None,
@@ -185,6 +194,7 @@ def compile_command(
             mesh=mesh,
             microbatches=microbatches,
             schedule=schedule,
+            virtual_stages=virtual_stages,
             optimizer=None if optimizer is None else _OPTIMIZERS[optimizer](),
             precision=None if precision is None else precision.value,
             cluster=cluster,

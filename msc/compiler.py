@@ -28,7 +28,7 @@ from msc.ir.rewrites import Rewrite
 from msc.ir.structure import output_nodes
 from msc.passes.compilation import Compilation, Settings
 from msc.passes.pipelines import TRAIN
-from msc.passes.schedules import schedule_of
+from msc.passes.schedules.rules import check_schedule
 from msc.passes.sharding.batch import NotSeparableError
 from msc.passes.sharding.pins import match_pins, parse_pins
 from msc.passes.sharding.plan_of import plan_of
@@ -50,6 +50,7 @@ def compile(
     optimizer: Optimizer | torch.optim.Optimizer | None = None,
     microbatches: int = 1,
     schedule: str = "1f1b",
+    virtual_stages: int | None = None,
     cluster: Cluster | str | Path | Mapping[str, Any] | None = None,
     memory: int | None = None,
     precision: str | torch.dtype | None = None,
@@ -74,7 +75,9 @@ def compile(
         optimizer: `msc.AdamW`, `Adam`, `SGD` or `LAMB`, or torch's own of the first three on this
             model's parameters, before its first step; None for loss and gradients only.
         microbatches: parts of each dp rank's batch that run one after the other.
-        schedule: "1f1b" or "gpipe".
+        schedule: "gpipe", "1f1b", "interleaved", "zb-h1" or "zb-v"; "auto" takes the one that ends
+            first by the modelled costs and fits into `memory`, or else into what "1f1b" needs.
+        virtual_stages: chunks of layers per rank of pp, for "gpipe", "interleaved" and "auto".
         cluster: an `msc.Cluster`, a mapping or a JSON file; costs are then seconds on it.
         memory: bytes per rank that parameters, gradients, optimizer state and activations may take;
             the placement search keeps the first three under it, and the whole program is checked.
@@ -98,8 +101,10 @@ def compile(
         CaptureError: the model is not one graph; names the user's line.
         PlanError: mesh, batch, schedule, memory, pins or plan do not fit; says what to change.
     """
+    check_schedule(schedule, virtual_stages)
     optimizer = as_optimizer(optimizer, model)
-    settings = _settings(mesh, microbatches, schedule, optimizer, cluster, memory)
+    settings = _settings(mesh, microbatches, optimizer, cluster, memory)
+    settings = replace(settings, schedule=schedule, virtual_stages=virtual_stages)
     _check_backend(backend)
     dtype, master = _dtype(precision)
     settings = replace(settings, master=master)
@@ -170,20 +175,17 @@ def compile(
 def _settings(
     mesh: Any,
     microbatches: int,
-    schedule: str,
     optimizer: Optimizer | None,
     cluster: Any,
     memory: float | None,
 ) -> Settings:
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise PlanError(f"microbatches is {microbatches!r}; it is a whole number of at least 1.")
-    schedule_of(schedule)
     _require_bytes(memory)
     cost = CostModel(None if cluster is None else Cluster.load(cluster))
     return Settings(
         Mesh.parse(mesh),
         micro_batches=microbatches,
-        schedule=schedule,
         optimizer=optimizer,
         cost=cost,
         memory=memory,
@@ -287,7 +289,7 @@ def _buffers(captured: Captured, unit: Compilation) -> dict[str, BufferLayout]:
     stages: dict[str, int] = {}
     for chunk in unit.variants[0].chunks:
         for name in chunk.written:
-            stages.setdefault(name, chunk.index)
+            stages.setdefault(name, chunk.stage)
     return {
         name: BufferLayout(name, info.shape, info.dtype, stages.get(name))
         for name, info in captured.buffers.items()

@@ -118,7 +118,9 @@ class Program:
     def graphs(self, rank: int) -> dict[str, fx.GraphModule]:
         """The rank's `"forward"` and `"backward"` of one micro-batch, flat, every layer present.
 
-        Also the `"prologue"`, where something is computed once per step for all micro-batches.
+        Also the `"prologue"`, where something is computed once per step for all micro-batches. With
+        virtual stages `"chunk3.forward"` and so on; `"weight_backward"` is the later half of a
+        backward that the schedule splits.
         """
         return {
             name: inline(graph) for name, graph in self._chunk_graphs(self.class_of(rank)).items()

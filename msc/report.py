@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +15,26 @@ from msc.ir.placement import Shard
 from msc.ir.structure import placeholders
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.compilation import Compilation
+from msc.passes.schedules.schedule import Schedule
+from msc.passes.schedules.timeline import bubble_fraction, peak_held
 from msc.passes.sharding.calls import is_call
 from msc.passes.sharding.rule import Strategy
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """The pipeline's schedule.
+
+    bubble: idle time over the work of the busiest stage, at the modelled costs of the chunks and
+        with transfers.
+    live_activations: of each stage, the most pairs of micro-batch and chunk that it holds
+        activations of at once.
+    """
+
+    name: str
+    virtual_stages: int
+    bubble: float
+    live_activations: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -33,12 +51,15 @@ class CompileReport:
     rewrites: each place that a rewrite looked at: what was done, or why it was left alone.
     model_flops: of the GEMMs of a step on one device: the forward, and twice that for the backward
         (Narayanan et al., SC 2021).
+    schedule: what was chosen, and what it costs; chunk_stages: the pipeline stage of each chunk.
     """
 
     sharded: Mapping[str, Mapping[str, float]]
     collectives: tuple[Mapping[str, tuple[int, int]], ...]
     fallbacks: tuple[str, ...]
     notes: tuple[str, ...]
+    schedule: ScheduleReport
+    chunk_stages: tuple[int, ...]
     replicated: tuple[str, ...] = ()
     cpu_seconds: Mapping[str, float] = field(default_factory=dict)
     distinct_blocks: int = 0
@@ -61,6 +82,11 @@ class CompileReport:
             "chunks": [list(chunk) for chunk in self.chunks],
             "rewrites": list(self.rewrites),
             "model_flops": self.model_flops,
+            "schedule": {
+                **asdict(self.schedule),
+                "live_activations": list(self.schedule.live_activations),
+            },
+            "chunk_stages": list(self.chunk_stages),
         }
 
 
@@ -85,6 +111,17 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         search_cost=unit.placed.cost if unit.placed else 0.0,
         rewrites=tuple(map(str, unit.findings)),
         model_flops=_model_flops(unit),
+        schedule=_schedule(unit.schedule),
+        chunk_stages=tuple(chunk.stage for chunk in unit.variants[0].chunks),
+    )
+
+
+def _schedule(chosen: Schedule) -> ScheduleReport:
+    return ScheduleReport(
+        chosen.name,
+        chosen.stages.virtual,
+        bubble_fraction(chosen.orders, chosen.stages, chosen.modelled),
+        tuple(round(peak_held(order)) for order in chosen.orders),
     )
 
 

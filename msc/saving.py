@@ -32,7 +32,7 @@ from msc.ir.optimizer.saved import optimizer_from_json, optimizer_to_json
 from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_from_json, to_text
 from msc.program import Program
-from msc.report import CompileReport
+from msc.report import CompileReport, ScheduleReport
 from msc.saved_tensors import SavedTensors
 
 FORMAT = "msc program"
@@ -297,6 +297,13 @@ def _report(data: Mapping[str, Any]) -> CompileReport:
         rewrites=tuple(data["rewrites"]),
         model_flops=data["model_flops"],
         search_cost=data["search_cost"],
+        schedule=ScheduleReport(
+            data["schedule"]["name"],
+            data["schedule"]["virtual_stages"],
+            data["schedule"]["bubble"],
+            tuple(data["schedule"]["live_activations"]),
+        ),
+        chunk_stages=tuple(data["chunk_stages"]),
     )
 
 

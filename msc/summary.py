@@ -91,18 +91,27 @@ def print_compile(program: Program, dump: Path | None) -> None:
     _print_table(
         console,
         "chunks",
-        ("stage", "blocks", "from", "to", "memory of a rank"),
+        ("chunk", "stage", "blocks", "from", "to", "memory of a rank"),
         [
             (
                 str(i),
+                str(stage),
                 str(len(paths)),
                 _path(paths[0]),
                 _path(paths[-1]),
-                _bytes(memory[i * len(program.tp_bounds)]),
+                _bytes(memory[stage * len(program.tp_bounds)]),
             )
-            for i, paths in enumerate(report.chunks)
+            for i, (paths, stage) in enumerate(zip(report.chunks, report.chunk_stages, strict=True))
         ],
     )
+    if len(report.chunks) > 1:
+        held = ", ".join(map(str, report.schedule.live_activations))
+        console.print(
+            f"\nschedule {report.schedule.name}, {report.schedule.virtual_stages} virtual stages: "
+            f"modelled bubble {report.schedule.bubble:.1%} of the work; activations of at most "
+            f"{held} chunks and micro-batches at once, by stage",
+            markup=False,
+        )
     _print_table(
         console,
         "collectives per step of one rank",

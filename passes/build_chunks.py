@@ -1,51 +1,35 @@
-"""Cut the instances into chunks of equal modelled cost, and build each chunk's graphs."""
+"""Build the graphs of each chunk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from msc.cost import call_flops, window_of
-from msc.cost.flops import is_gemm, nbytes
 from msc.ir.errors import PlanError
 from msc.ir.passes import BIT_EXACT, UnitPass
-from msc.ir.structure import Instance, Source, layer_of, output_nodes, placeholders
-from msc.ir.values import operand_nodes, tensors_of
-from msc.passes.chunks import Block, Chunk, ChunkBuilder, Key, Prelude, balance, crossing
+from msc.ir.structure import Instance, Source, output_nodes, placeholders
+from msc.passes.chunks import Block, Chunk, ChunkBuilder, Key, Prelude, crossing
 from msc.passes.compilation import Compilation, Variant
 from msc.passes.cut import copy_subgraph
-from msc.passes.sharding.calls import is_call
 
 
 @dataclass(frozen=True)
 class BuildChunks(UnitPass):
-    """One chunk for each pipeline stage."""
+    """Forward and backward of each chunk of the schedule."""
 
     name: ClassVar[str] = "build-chunks"
     numerics: ClassVar[str] = BIT_EXACT
     essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
-        stages = unit.settings.mesh.axis_size("pp")
         instances = unit.structure.instances
-        runs = stage_runs(unit)
-        chunk_of = {index: chunk for chunk, run in enumerate(runs) for index in run}
+        runs, chunk_of = unit.schedule.runs, unit.schedule.chunk_of
         _record_stages(unit, chunk_of)
-        received = crossing(instances, chunk_of, stages)
-        written = _written(unit, chunk_of, stages)
+        received = crossing(instances, chunk_of, len(runs))
+        written = _written(unit, chunk_of, len(runs))
         for variant in unit.variants:
             _build(unit, variant, [[instances[i] for i in run] for run in runs], received, written)
         return sum(len(variant.chunks) for variant in unit.variants)
-
-
-def stage_runs(unit: Compilation) -> list[list[int]]:
-    """The numbers of the instances of each stage; decided once, at the first call."""
-    if unit.runs is None:
-        stages = unit.settings.mesh.axis_size("pp")
-        _check_layers(unit, stages)
-        costs = {name: _cost(unit, name) for name in unit.structure.blocks}
-        unit.runs = balance([costs[each.block] for each in unit.structure.instances], stages)
-    return unit.runs
 
 
 def _build(
@@ -61,8 +45,9 @@ def _build(
     for index in reversed(range(len(runs))):
         builder = ChunkBuilder(
             index,
+            unit.schedule.stages.of(index),
             runs[index],
-            _blocks(variant, index),
+            _blocks(variant, unit.schedule.stages.of(index), runs[index]),
             _prelude(unit, runs[index], written[index]),
             received[index],
             received[index + 1] if index + 1 < len(runs) else [],
@@ -80,83 +65,58 @@ def _build(
         unit.graphs[f"chunk{chunk.index}.forward{variant.suffix}"] = chunk.forward
         if chunk.backward is not None:
             unit.graphs[f"chunk{chunk.index}.backward{variant.suffix}"] = chunk.backward
+        if chunk.weight_backward is not None:
+            name = f"chunk{chunk.index}.weight_backward{variant.suffix}"
+            unit.graphs[name] = chunk.weight_backward
 
 
-def _blocks(variant: Variant, stage: int) -> dict[str, Block]:
+def _blocks(variant: Variant, stage: int, instances: list[Instance]) -> dict[str, Block]:
+    names = dict.fromkeys(instance.block for instance in instances)
     return {
-        name: Block(variant.at_stage.get((stage, name), programs), variant.local[name].coordinates)
-        for name, programs in variant.differentiated.items()
+        name: Block(variant.programs(stage, name), variant.local[name].coordinates)
+        for name in names
     }
-
-
-def _check_layers(unit: Compilation, stages: int) -> None:
-    paths = [instance.path for instance in unit.structure.instances]
-    layers = [path for path in paths if layer_of(path) is not None] or paths
-    if stages > len(layers):
-        names = ", ".join(path or "the model" for path in layers[:8])
-        raise PlanError(
-            f"The mesh has {stages} pipeline stages (pp={stages}), but the model has only "
-            f"{len(layers)} layers to put on them ({names}). Use pp={len(layers)} or less."
-        )
-
-
-def _cost(unit: Compilation, block: str) -> float:
-    """Modelled cost of a block's forward and backward on a rank with the largest shards."""
-    programs = unit.variants[0].differentiated[block]
-    total = 0.0
-    for gm in (programs.forward, programs.backward):
-        if gm is None:
-            continue
-        for node in gm.graph.nodes:
-            if not is_call(node):
-                continue
-            operands = [tensors_of(o)[0] for o in operand_nodes(node) if tensors_of(o)]
-            results = tensors_of(node)
-            flops = (
-                call_flops(node.target, operands, results, window_of(node))
-                if is_gemm(node.target)
-                else 0
-            )
-            traffic = sum(nbytes(t) for t in (*operands, *results))
-            total += unit.settings.cost.compute(flops, traffic)
-    return total
 
 
 def _record_stages(unit: Compilation, chunk_of: dict[int, int]) -> None:
     for instance in unit.structure.instances:
+        stage = unit.schedule.stages.of(chunk_of[instance.index])
         for source in instance.sources:
             if source.kind == "parameter":
                 stages = unit.stages_of.setdefault(source.name, [])
-                if chunk_of[instance.index] not in stages:
-                    stages.append(chunk_of[instance.index])
+                if stage not in stages:
+                    stages.append(stage)
     for stages in unit.stages_of.values():
         stages.sort()
 
 
-def _written(unit: Compilation, chunk_of: dict[int, int], stages: int) -> list[dict[str, Source]]:
+def _written(unit: Compilation, chunk_of: dict[int, int], chunks: int) -> list[dict[str, Source]]:
     """For each chunk the buffers that it writes: all of its own, and those that it reads.
 
-    Raises `PlanError` where a stage reads what a layer of another stage writes.
+    Raises `PlanError` where a chunk reads what a layer of another chunk writes.
     """
     instances = unit.structure.instances
     reads: list[set[str]] = []
-    for stage in range(stages):
-        own = [instance for instance in instances if chunk_of[instance.index] == stage]
+    for chunk in range(chunks):
+        own = [instance for instance in instances if chunk_of[instance.index] == chunk]
         nodes = placeholders(_prelude(unit, own, {}).gm)
         reads.append({node.meta["name"] for node in nodes if node.meta["kind"] == "buffer"})
-    written: list[dict[str, Source]] = [{} for _ in range(stages)]
+    written: list[dict[str, Source]] = [{} for _ in range(chunks)]
     for name, source in unit.structure.buffers.items():
-        readers = [stage for stage in range(stages) if name in reads[stage]]
+        readers = [chunk for chunk in range(chunks) if name in reads[chunk]]
         if source.kind == "prelude":
-            for stage in readers or [0]:
-                written[stage][name] = source
+            for chunk in readers or [0]:
+                written[chunk][name] = source
             continue
         writer = chunk_of[source.instance]
         written[writer][name] = source
-        if any(stage != writer for stage in readers):
+        if any(chunk != writer for chunk in readers):
+            what, instead = "stage", "pp=1"
+            if unit.schedule.stages.virtual > 1:
+                what, instead = "chunk", "pp=1 with one virtual stage"
             raise PlanError(
-                f"Buffer '{name}' is written on pipeline stage {writer} and read on stages "
-                f"{readers}. Give each layer a buffer of its own, or use pp=1."
+                f"Buffer '{name}' is written on pipeline {what} {writer} and read on {what}s "
+                f"{readers}. Give each layer a buffer of its own, or use {instead}."
             )
     return written
 

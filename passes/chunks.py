@@ -5,6 +5,11 @@
     backward:  parameters, (saved), gradients of what was sent     ->  (gradients of received),
                                                                        (gradients of parameters)
 
+Where the backward is split, weight gradients are made later, of what it has kept:
+
+    backward:  parameters, (saved), gradients of what was sent  ->  (gradients of received), (kept)
+    weights:   parameters, (some saved), (kept)                 ->  (), (gradients of parameters)
+
 Values that skip over chunks are relayed through the chunks between, and their gradients are summed
 on the way back.
 """
@@ -14,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -23,6 +28,7 @@ from msc.ir.errors import PlanError
 from msc.ir.structure import Instance, Source, output_nodes, placeholders
 from msc.ir.torch_private import lazy_graph_module
 from msc.passes.differentiate import Differentiated
+from msc.passes.halves import Halves
 
 aten = torch.ops.aten
 Key = tuple[int, int]
@@ -82,6 +88,7 @@ class Chunk:
     """One chunk's graphs and what they read and yield, in the order of their placeholders."""
 
     index: int
+    stage: int
     instances: list[Instance]
     forward: fx.GraphModule
     backward: fx.GraphModule | None
@@ -94,6 +101,16 @@ class Chunk:
     sent_gradients: list[Key] = field(default_factory=list)  # of received values, sent back
     received_gradients: list[Key] = field(default_factory=list)  # of sent values
     parameter_gradients: list[str] = field(default_factory=list)
+    weight_backward: fx.GraphModule | None = None
+    weight_saved: list[int] = field(default_factory=list)  # numbers of the saved values it reads
+
+
+class _Later(NamedTuple):
+    """The weight gradients of an instance, and what they read of the chunk's backward."""
+
+    instance: Instance
+    halves: Halves
+    reads: list[fx.Node]
 
 
 def crossing(instances: Sequence[Instance], chunk_of: dict[int, int], num: int) -> list[list[Key]]:
@@ -117,6 +134,7 @@ class ChunkBuilder:
     def __init__(
         self,
         index: int,
+        stage: int,
         instances: list[Instance],
         blocks: dict[str, Block],
         prelude: Prelude,
@@ -130,6 +148,7 @@ class ChunkBuilder:
     ) -> None:
         self.written = written
         self.index = index
+        self.stage = stage
         self.instances = instances
         self.blocks = blocks
         self.prelude = prelude
@@ -148,6 +167,7 @@ class ChunkBuilder:
         forward, others, saved = self._forward()
         chunk = Chunk(
             self.index,
+            self.stage,
             self.instances,
             forward,
             None,
@@ -274,17 +294,54 @@ class ChunkBuilder:
             gradients[key] = _placeholder(graph, name, given)
             chunk.received_gradients.append(key)
         by_parameter: dict[str, fx.Node] = {}
+        later: list[_Later] = []
         for instance in reversed(self.instances):
             self._call_backward(
-                graph, modules, instance, parameters, stored, gradients, by_parameter
+                graph, modules, instance, parameters, stored, gradients, by_parameter, later
             )
         for key in self.received:
             if self.value_meta[key].get("differentiable") and key in gradients:
                 chunk.sent_gradients.append(key)
-        chunk.parameter_gradients = [name for name in self.parameters if name in by_parameter]
         sent = tuple(gradients[key] for key in chunk.sent_gradients)
+        if later:
+            graph.output((sent, self._weight_backward(chunk, later, parameters, stored)))
+            return lazy_graph_module(modules, graph)
+        chunk.parameter_gradients = [name for name in self.parameters if name in by_parameter]
         graph.output((sent, tuple(by_parameter[name] for name in chunk.parameter_gradients)))
         return lazy_graph_module(modules, graph)
+
+    def _weight_backward(
+        self,
+        chunk: Chunk,
+        later: list[_Later],
+        parameters: dict[str, fx.Node],
+        stored: list[fx.Node],
+    ) -> tuple[fx.Node, ...]:
+        """Make the graph of the weight gradients; return the values to keep for it."""
+        graph = fx.Graph()
+        nodes = {node: self._parameter(graph, name) for name, node in parameters.items()}
+        reads = {read for each in later for read in each.reads}
+        chunk.weight_saved = [i for i, node in enumerate(stored) if node in reads]
+        for index in chunk.weight_saved:
+            nodes[stored[index]] = _placeholder(graph, stored[index].name, stored[index].meta)
+        ordered = dict.fromkeys(read for each in later for read in each.reads)
+        kept = tuple(node for node in ordered if node not in nodes)
+        for index, node in enumerate(kept):
+            meta = {"val": node.meta["val"], "kind": "saved", "name": node.name}
+            nodes[node] = _placeholder(graph, f"kept_{index}", meta)
+        modules: dict[str, fx.GraphModule] = {}
+        found: dict[str, fx.Node] = {}
+        for instance, halves, read in later:
+            target = f"{instance.block}_weight_backward"
+            modules[target] = halves.weights
+            args = tuple(nodes[node] for node in read)
+            results = _call(graph, target, halves.weights, args, instance.path)
+            for position, result in zip(halves.weight_gradients, results, strict=True):
+                _add(graph, found, instance.sources[position].name, result)
+        chunk.parameter_gradients = [name for name in self.parameters if name in found]
+        graph.output(((), tuple(found[name] for name in chunk.parameter_gradients)))
+        chunk.weight_backward = lazy_graph_module(modules, graph)
+        return kept
 
     def _call_backward(
         self,
@@ -295,12 +352,17 @@ class ChunkBuilder:
         stored: list[fx.Node],
         gradients: dict[Key, fx.Node],
         by_parameter: dict[str, fx.Node],
+        later: list[_Later],
     ) -> None:
         programs = self.blocks[instance.block].programs
         if programs.backward is None:
             return
-        target = f"{instance.block}_backward"
-        modules[target] = programs.backward
+        halves = programs.halves
+        target, gm, positions = f"{instance.block}_backward", programs.backward, programs.gradients
+        if halves is not None:
+            target, gm = f"{instance.block}_input_backward", halves.inputs
+            positions = halves.input_gradients
+        modules[target] = gm
         args = [
             parameters[read] if isinstance(read, str) else stored[read]
             for read in self.saved_of[instance.index]
@@ -308,8 +370,11 @@ class ChunkBuilder:
         reads = placeholders(programs.backward)[len(args) :]
         for output, node in zip(programs.tangents, reads, strict=True):
             args.append(self._tangent(graph, (instance.index, output), node, gradients))
-        results = _call(graph, target, programs.backward, tuple(args), instance.path)
-        for position, result in zip(programs.gradients, results, strict=True):
+        results = _call(graph, target, gm, tuple(args), instance.path)
+        if halves is not None and halves.weight_gradients:
+            kept = results[len(positions) :]
+            later.append(_Later(instance, halves, [*(args[i] for i in halves.given), *kept]))
+        for position, result in zip(positions, results[: len(positions)], strict=True):
             source = instance.sources[position]
             if source.kind == "parameter":
                 _add(graph, by_parameter, source.name, result)

@@ -22,6 +22,7 @@ from msc.ir.rewrites import Finding, Rewrite
 from msc.ir.structure import Structure
 from msc.passes.chunks import Chunk, Key
 from msc.passes.differentiate import Differentiated
+from msc.passes.schedules.schedule import Schedule
 from msc.passes.sharding.axes import Axis
 from msc.passes.sharding.batch import BatchPlan
 from msc.passes.sharding.partition import Partitioned
@@ -44,6 +45,7 @@ class Settings:
     mesh: Mesh
     micro_batches: int = 1
     schedule: str = "1f1b"
+    virtual_stages: int | None = None  # chunks per stage; None: as many as the schedule usually has
     optimizer: Optimizer | None = None
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
     master: torch.dtype | None = None  # of parameters, where the chunks compute in a lower one
@@ -98,11 +100,14 @@ class Variant:
     at_stage: dict[tuple[int, str], Differentiated] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
 
+    def programs(self, stage: int, block: str) -> Differentiated:
+        """The graphs of a block on a pipeline stage."""
+        return self.at_stage.get((stage, block)) or self.differentiated[block]
+
 
 class Compilation(Unit):
     """A model on its way to rank graphs: `graphs` and what the passes know about them.
 
-    runs: the numbers of the block instances of each pipeline stage, once they are decided.
     rank_graphs: of each class of ranks: by pipeline stage, and within a stage by variant.
     """
 
@@ -118,7 +123,7 @@ class Compilation(Unit):
     local_prologue: Partitioned | None
     variants: list[Variant]
     parameter_states: dict[str, dict[str, State]]
-    runs: list[list[int]] | None
+    schedule: Schedule
     stages_of: dict[str, list[int]]
     input_shapes: dict[str, tuple[int, ...]]
     rank_graphs: list[fx.GraphModule]
@@ -137,7 +142,6 @@ class Compilation(Unit):
         self.parameter_states = {}
         self.notes: list[str] = []
         self.findings: list[Finding] = []
-        self.runs = None
         self.stages_of = {}
         self.input_shapes = {}
         self.rank_graphs = []
@@ -157,11 +161,17 @@ class Compilation(Unit):
     def chunk_graphs(self, index: int) -> dict[str, fx.GraphModule]:
         """The graphs of one micro-batch by name, of the class of ranks `rank_graphs[index]`."""
         stage, variant = divmod(index, len(self.variants))
-        chunk = self.variants[variant].chunks[stage]
-        found = {"forward": chunk.forward}
-        if chunk.backward is not None:
-            found["backward"] = chunk.backward
-        if self.local_prologue is not None and any(kind == "step" for kind, _ in chunk.others):
+        chunks = [chunk for chunk in self.variants[variant].chunks if chunk.stage == stage]
+        found: dict[str, fx.GraphModule] = {}
+        for chunk in chunks:
+            prefix = f"chunk{chunk.index}." if len(chunks) > 1 else ""
+            found[f"{prefix}forward"] = chunk.forward
+            if chunk.backward is not None:
+                found[f"{prefix}backward"] = chunk.backward
+            if chunk.weight_backward is not None:
+                found[f"{prefix}weight_backward"] = chunk.weight_backward
+        steps = any(kind == "step" for chunk in chunks for kind, _ in chunk.others)
+        if self.local_prologue is not None and steps:
             found["prologue"] = self.local_prologue.gm
         return found
 

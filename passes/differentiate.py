@@ -22,6 +22,7 @@ from msc.ir.errors import VerifyError
 from msc.ir.structure import output_nodes, placeholders
 from msc.ir.torch_private import joint_graph, joint_inputs, joint_outputs
 from msc.ir.values import tensor_of
+from msc.passes.halves import Halves
 from msc.passes.lower_collectives import lower_collectives
 
 aten = torch.ops.aten
@@ -44,6 +45,7 @@ class Differentiated:
     forward: the block's placeholders -> outputs, then `num_saved` saved results.
     backward: the values of `saved` in order, then one tangent per entry of `tangents` (a number of
         an output) -> one gradient per entry of `gradients` (a number of a placeholder).
+    halves: of the backward, where the schedule splits it; they run in its place.
     """
 
     forward: fx.GraphModule
@@ -53,6 +55,7 @@ class Differentiated:
     saved: tuple[Saved, ...]
     tangents: tuple[int, ...]
     gradients: tuple[int, ...]
+    halves: Halves | None = None
 
 
 def differentiate(gm: fx.GraphModule, fake_mode: Any, with_backward: bool = True) -> Differentiated:

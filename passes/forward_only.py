@@ -84,7 +84,7 @@ def _unchanged_buffers(rank_graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
         for results in call.users if _is_forward(call) else ():
             if results.args[1] == 3:
                 for item in results.users:
-                    name = rank_graph.meta["buffers"][item.args[1]]
+                    name = call.meta["buffers"][item.args[1]]
                     if name in given:
                         found[item] = given[name]
     return found

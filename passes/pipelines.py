@@ -9,6 +9,7 @@ from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.pipeline import Pipeline
 from msc.passes.build_chunks import BuildChunks
 from msc.passes.check_communication import check_communication
+from msc.passes.choose_schedule import ChooseSchedule
 from msc.passes.clean_collectives import CleanCollectives
 from msc.passes.compilation import Compilation
 from msc.passes.cut import cut
@@ -21,11 +22,16 @@ from msc.passes.overlap import Overlap
 from msc.passes.place import Place
 from msc.passes.rank_graph import build_rank_graph
 from msc.passes.recompute.apply import Recompute
+from msc.passes.recompute.keep_budget import KeepBudget
 from msc.passes.reduce_early import ReduceEarly
 from msc.passes.rewrites.apply import ApplyRewrites
+from msc.passes.schedules.messages import releases
+from msc.passes.schedules.rules import virtual_stages
+from msc.passes.schedules.timeline import start_times
 from msc.passes.shard import Shard
 from msc.passes.shard_batch import ShardBatch
 from msc.passes.sharding.partition import Partitioned
+from msc.passes.split_backward import SplitBackward
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,9 @@ class Cut(UnitPass):
     essential: ClassVar[bool] = True
 
     def run(self, unit: Compilation) -> int:
-        unit.structure = cut(unit.graphs["forward"], unit.settings.mesh.axis_size("pp"))
+        settings = unit.settings
+        virtual = virtual_stages(settings.schedule, settings.virtual_stages) or 1
+        unit.structure = cut(unit.graphs["forward"], settings.mesh.axis_size("pp") * virtual)
         unit.graphs = {"prelude": unit.structure.prelude, **unit.structure.blocks}
         return len(unit.graphs)
 
@@ -84,9 +92,12 @@ class BuildRankGraphs(UnitPass):
 
     def run(self, unit: Compilation) -> int:
         unit.rank_graphs = []
-        for stage in range(unit.settings.mesh.axis_size("pp")):
+        plan = unit.schedule
+        starts = start_times(plan.orders, plan.stages, plan.planned)
+        for stage, order in enumerate(plan.orders):
+            waits = releases(order, plan.stages, starts)
             for variant in unit.variants:
-                gm = build_rank_graph(unit, variant, stage)
+                gm = build_rank_graph(unit, variant, stage, waits)
                 unit.rank_graphs.append(gm)
                 unit.graphs[f"rank.pp{stage}{variant.suffix}"] = gm
         return len(unit.rank_graphs)
@@ -111,8 +122,9 @@ class CheckCommunication(UnitPass):
 
 
 _FINISH = (
+    SplitBackward(),  # as the schedule says; after recomputation, which changes the backward
     Overlap(),  # after all that changes a block's work
-    BuildChunks(),  # after differentiation: costs count the backward as it is
+    BuildChunks(),
     BuildRankGraphs(),
     ReduceEarly(),  # before the proof, which speaks of the order that runs
 )
@@ -130,7 +142,9 @@ TRAIN = Pipeline(
         FuseBias(),  # after sharding: a row-parallel bias stays behind its reduce-scatter
         Differentiate(),
         FuseSums(),
-        Recompute(_FINISH),  # when it is clear what the backwards read
+        Recompute(),  # when it is clear what the backwards read
+        ChooseSchedule(),  # costs count the backward as it is, with what runs again
+        KeepBudget(_FINISH),  # the schedule says which blocks and how much is in flight on a stage
         *_FINISH,
         CheckCommunication(),
     ]

@@ -14,8 +14,9 @@ Numerics: the sum over micro-batches runs in the schedule's order.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,65 +30,97 @@ from msc.passes.chunks import Chunk, Key
 from msc.passes.compilation import Compilation, Variant
 from msc.passes.gradient_buckets import buckets
 from msc.passes.optimizer_step import OptimizerStep, state_keys
-from msc.passes.schedules import Step, schedule_of
+from msc.passes.schedules.messages import receiver
+from msc.passes.schedules.stages import Step
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
 
 
-def build_rank_graph(unit: Compilation, variant: Variant, stage: int) -> fx.GraphModule:
-    """The step of the ranks of a variant at pp coordinate `stage`."""
-    return _Builder(unit, variant, stage).build()
+def build_rank_graph(
+    unit: Compilation, variant: Variant, stage: int, waits: Mapping[Step, Sequence[Step]]
+) -> fx.GraphModule:
+    """The step of the ranks of a variant at pp coordinate `stage`.
+
+    waits: before a step, the sends to wait for, by the steps that made them.
+    """
+    return _Builder(unit, variant, stage, waits).build()
 
 
 class _Builder:
-    def __init__(self, unit: Compilation, variant: Variant, stage: int) -> None:
+    def __init__(
+        self,
+        unit: Compilation,
+        variant: Variant,
+        stage: int,
+        waits: Mapping[Step, Sequence[Step]],
+    ) -> None:
         self.unit = unit
         self.variant = variant
         self.settings = unit.settings
         self.stage = stage
-        self.num_stages = unit.settings.mesh.axis_size("pp")
-        self.chunk: Chunk = variant.chunks[stage]
+        self.waits = waits
+        self.chunks = [chunk for chunk in variant.chunks if chunk.stage == stage]
+        self.read = {  # what the chunks read, as their graphs have it
+            (n.meta["kind"], n.meta["name"]): n
+            for chunk in reversed(self.chunks)
+            for n in reversed(placeholders(chunk.forward))
+        }
+        self.others = list(dict.fromkeys(o for chunk in self.chunks for o in chunk.others))
+        self.written = list(dict.fromkeys(n for chunk in self.chunks for n in chunk.written))
+        names = dict.fromkeys(name for chunk in self.chunks for name in chunk.parameters)
         trained = {name for chunk in variant.chunks for name in chunk.parameter_gradients}
-        self.trained = [name for name in self.chunk.parameters if name in trained]
-        self.forward_values = _values(self.chunk.forward)
-        self.backward_values = _values(self.chunk.backward) if self.chunk.backward else ()
+        self.trained = [name for name in names if name in trained]
+        self.values: dict[int, tuple[Any, ...]] = {}
         self.graph = fx.Graph()
         self.modules: dict[str, fx.GraphModule] = {}
         self.inputs: dict[tuple[str, str], fx.Node] = {}
         self.parameters: dict[str, fx.Node] = {}
         self.coordinates: dict[str, fx.Node] = {}
         self.step_values: dict[str, fx.Node] = {}
-        self.tokens: dict[str, fx.Node] = {}
-        self.results: dict[int, list[fx.Node]] = {}
-        self.total: fx.Node | None = None
+        self.buffers: dict[tuple[int, str], fx.Node] = {}
+        self.received: dict[Step, tuple[fx.Node, tuple[torch.Tensor, ...]]] = {}
+        self.sent: dict[Step, fx.Node] = {}
+        self.passed: dict[Step, list[fx.Node]] = {}
+        self.results: dict[tuple[int, int], list[fx.Node]] = {}
+        self.totals: dict[int, fx.Node] = {}
         self.loss: fx.Node | None = None
 
     def build(self) -> fx.GraphModule:
         self._placeholders()
         self._computed = self._lowered()
         self._prologue()
-        steps = schedule_of(self.settings.schedule)(
-            self.stage, self.num_stages, self.settings.micro_batches
-        )
-        for step in steps:
-            (self._forward if step.kind == "forward" else self._backward)(step)
-        for token in self.tokens.values():
+        steps = self.unit.schedule.orders[self.stage]
+        self._post(steps[0])
+        for step, following in zip(steps, (*steps[1:], None), strict=True):
+            if following is not None:
+                self._post(following)  # so that it arrives while this step computes
+            arrived = self._arrived(step)
+            for sent in self.waits.get(step, ()):
+                if sent in self.sent:
+                    self._act(actions.wait, self.sent.pop(sent))
+            if step.kind == "forward":
+                self._forward(step, arrived)
+            elif step.kind == "backward":
+                self._backward(step, arrived)
+            else:
+                self._weight_backward(step)
+        for token in self.sent.values():
             self._act(actions.wait, token)
         gradients = self._reduce_gradients()
         output: dict[str, Any] = {
             "loss": self._reduce_loss(),
             "gradients": tuple(gradients.values()),
         }
-        if self.chunk.written:
-            output["buffers"] = tuple(self.inputs["buffer", name] for name in self.chunk.written)
+        if self.written:
+            output["buffers"] = tuple(map(self._last_value, self.written))
         optimizer = self._optimizer(gradients)
         if optimizer is not None:
             output |= optimizer.append()
         self.graph.output(output)
         gm = lazy_graph_module(self.modules, self.graph)
         gm.meta["gradients"] = list(gradients)
-        gm.meta["buffers"] = list(self.chunk.written)
+        gm.meta["buffers"] = list(self.written)
         if optimizer is not None:
             gm.meta["parameters"] = optimizer.changed
             gm.meta["optimizer"] = optimizer.kept
@@ -110,9 +143,8 @@ class _Builder:
         return node
 
     def _placeholders(self) -> None:
-        by_key = {(n.meta["kind"], n.meta["name"]): n for n in placeholders(self.chunk.forward)}
-        for name in self.chunk.parameters:
-            node = by_key["parameter", name]
+        for name in dict.fromkeys(name for chunk in self.chunks for name in chunk.parameters):
+            node = self.read["parameter", name]
             meta = {**node.meta, "val": self._master(node.meta["val"])}
             self.parameters[name] = self._placeholder(node.name, meta)
         if self.settings.optimizer is not None:
@@ -122,15 +154,12 @@ class _Builder:
                 meta = {**node.meta, "kind": "optimizer", "name": key}
                 placeholder = self._placeholder(f"{state}_{node.name}", meta)
                 self.inputs["optimizer", key] = placeholder
-        needed = list(self.chunk.others)
+        needed = list(self.others)
         prologue = self.unit.local_prologue
         if prologue is not None and any(kind == "step" for kind, _ in needed):
             needed += [(n.meta["kind"], n.meta["name"]) for n in placeholders(prologue.gm)]
-        sources = {
-            (n.meta["kind"], n.meta["name"]): n
-            for gm in (self.chunk.forward, *((prologue.gm,) if prologue else ()))
-            for n in reversed(placeholders(gm))
-        }
+        in_prologue = reversed(placeholders(prologue.gm)) if prologue is not None else ()
+        sources = self.read | {(n.meta["kind"], n.meta["name"]): n for n in in_prologue}
         for kind, name in dict.fromkeys(needed):
             if kind not in ("buffer", "input", "rng"):
                 continue
@@ -154,19 +183,14 @@ class _Builder:
         with self.unit.fake_mode:
             return torch.empty(value.shape, dtype=self.settings.master)
 
-    def _lowered(self) -> list[fx.Node]:
-        """The parameters as the chunk computes with them, converted once per step."""
-        by_name = {
-            n.meta["name"]: n
-            for n in placeholders(self.chunk.forward)
-            if n.meta["kind"] == "parameter"
-        }
-        found = []
+    def _lowered(self) -> dict[str, fx.Node]:
+        """The parameters as the chunks compute with them, converted once per step."""
+        found = {}
         for name, node in self.parameters.items():
-            value = by_name[name].meta["val"]
+            value = self.read["parameter", name].meta["val"]
             same = value.dtype == node.meta["val"].dtype
             converted = node if same else self._act(aten.to.dtype, node, value.dtype, val=value)
-            found.append(converted)
+            found[name] = converted
         return found
 
     def _sum(self, total: fx.Node | None, parts: Any, vals: Sequence[Any]) -> fx.Node:
@@ -202,7 +226,7 @@ class _Builder:
 
     def _prologue(self) -> None:
         prologue = self.unit.local_prologue
-        if prologue is None or not any(kind == "step" for kind, _ in self.chunk.others):
+        if prologue is None or not any(kind == "step" for kind, _ in self.others):
             return
         args = []
         for node in placeholders(prologue.gm):
@@ -214,13 +238,12 @@ class _Builder:
         for index, name in enumerate(self.unit.prologue_names):
             self.step_values[name] = self._pick(call, index)
 
-    def _others(self, micro_batch: int) -> list[fx.Node]:
-        """What a chunk reads besides parameters and activations, for one micro-batch."""
-        nodes = []
-        by_key = {(n.meta["kind"], n.meta["name"]): n for n in placeholders(self.chunk.forward)}
+    def _arguments(self, chunk: Chunk, micro_batch: int) -> list[fx.Node]:
+        """What a chunk's forward reads besides activations, for one micro-batch."""
+        nodes = self._parameters(chunk)
         count = self.settings.micro_batches
-        for kind, name in self.chunk.others:
-            val = by_key[kind, name].meta["val"]
+        for kind, name in chunk.others:
+            val = self.read[kind, name].meta["val"]
             if kind == "input":
                 dim = self.settings.batch_dims.get(name)
                 node = self.inputs[kind, name]
@@ -233,82 +256,150 @@ class _Builder:
                 nodes.append(self._coordinate(name))
             elif kind == "step":
                 nodes.append(self.step_values[name])
+            elif (chunk.index, name) in self.buffers:
+                nodes.append(self.buffers[chunk.index, name])
             else:
                 nodes.append(self.inputs[kind, name])
         return nodes
 
-    def _receive(self, keys: Sequence[Key], stage: int, gradient: bool) -> list[fx.Node]:
-        if not keys:
-            return []
+    def _parameters(self, chunk: Chunk) -> list[fx.Node]:
+        return [self._computed[name] for name in chunk.parameters]
+
+    def _last_value(self, name: str) -> fx.Node:
+        """A buffer as all micro-batches have left it; each chunk that writes it has its own."""
+        chunk = next(chunk for chunk in self.chunks if name in chunk.written)
+        return self.buffers[chunk.index, name]
+
+    # -- transfers
+
+    def _source(self, step: Step) -> tuple[int, list[Key]]:
+        """The chunk that a step gets values from, and which."""
+        chunk = self._chunk(step)
+        if step.kind == "forward":
+            return chunk.index - 1, chunk.received
+        return chunk.index + 1, chunk.received_gradients if step.kind == "backward" else []
+
+    def _chunk(self, step: Step) -> Chunk:
+        return self.variant.chunks[step.chunk]
+
+    def _stage_of(self, chunk: int) -> int:
+        return self.unit.schedule.stages.of(chunk)
+
+    def _channel(self, step: Step, sender: int, reader: int) -> str:
+        """Activations and gradients go apart: stages may send both to the same neighbour."""
+        kind = "" if step.kind == "forward" else " gradients"
+        return f"pp:{sender}>{reader}{kind}"
+
+    def _post(self, step: Step) -> None:
+        """Start receiving what another stage sends to a step."""
+        source, keys = self._source(step)
+        if not keys or self._stage_of(source) == self.stage:
+            return
         values = [self.variant.value_meta[key]["val"] for key in keys]
         shapes = [tuple(value.shape) for value in values]
         dtypes = [value.dtype for value in values]
-        channel = f"pp:{stage}>{self.stage}"
-        token = self._act(actions.recv, stage, channel, shapes, dtypes)
-        done = self._act(actions.wait, token, val=tuple(values))
-        return [self._pick(done, index) for index in range(len(keys))]
+        sender = self._stage_of(source)
+        channel = self._channel(step, sender, self.stage)
+        token = self._act(actions.recv, sender, channel, shapes, dtypes)
+        self.received[step] = token, tuple(values)
 
-    def _send(self, values: Sequence[fx.Node], stage: int) -> None:
-        if not values:
+    def _arrived(self, step: Step) -> list[fx.Node]:
+        """What a step gets from the chunk before it, once it is there."""
+        if step not in self.received:
+            return self.passed.pop(step, [])
+        token, values = self.received.pop(step)
+        done = self._act(actions.wait, token, val=values)
+        return [self._pick(done, index) for index in range(len(values))]
+
+    def _pass_on(self, step: Step, results: fx.Node, count: int) -> None:
+        """Hand the first `count` results of a step to the chunk that reads them."""
+        reader = receiver(step, len(self.variant.chunks))
+        if not count or reader is None:
             return
-        channel = f"pp:{self.stage}>{stage}"
-        if channel in self.tokens:
-            # the buffers of the transfer before are free once it is complete
-            self._act(actions.wait, self.tokens[channel])
-        self.tokens[channel] = self._act(actions.send, list(values), stage, channel)
+        values = [self._pick(results, index) for index in range(count)]
+        stage = self._stage_of(reader.chunk)
+        if stage == self.stage:
+            self.passed[reader] = values
+        else:
+            channel = self._channel(step, self.stage, stage)
+            self.sent[step] = self._act(actions.send, values, stage, channel)
 
-    def _forward(self, step: Step) -> None:
-        chunk = self.chunk
-        received = self._receive(chunk.received, self.stage - 1, gradient=False)
-        args = [*self._computed, *self._others(step.micro_batch), *received]
-        val = self.forward_values
-        call = self._call(f"chunk{chunk.index}_forward", chunk.forward, args, val)
+    # -- work
+
+    def _call_chunk(self, name: str, gm: fx.GraphModule, args: Sequence[fx.Node]) -> fx.Node:
+        if id(gm) not in self.values:
+            self.values[id(gm)] = _values(gm)
+        return self._call(name, gm, args, self.values[id(gm)])
+
+    def _forward(self, step: Step, received: list[fx.Node]) -> None:
+        chunk = self._chunk(step)
+        args = [*self._arguments(chunk, step.micro_batch), *received]
+        call = self._call_chunk(f"chunk{chunk.index}_forward", chunk.forward, args)
         if chunk.sent:
-            values = self._pick(call, 0)
-            self._send([self._pick(values, i) for i in range(len(chunk.sent))], self.stage + 1)
+            self._pass_on(step, self._pick(call, 0), len(chunk.sent))
         if chunk.has_loss:
             value = self._pick(call, 1)
             self.loss = self._sum(self.loss, (value,), (value.meta["val"],))
         if chunk.written:
             values = self._pick(call, 3)
+            call.meta["buffers"] = list(chunk.written)
             for index, name in enumerate(chunk.written):
-                self.inputs["buffer", name] = self._pick(values, index)
+                self.buffers[chunk.index, name] = self._pick(values, index)
         if chunk.backward is not None:
             stored = self._pick(call, 2)
-            self.results[step.micro_batch] = [self._pick(stored, i) for i in range(len(val[2]))]
+            self.results[step.chunk, step.micro_batch] = [
+                self._pick(stored, i) for i in range(len(call.meta["val"][2]))
+            ]
 
-    def _backward(self, step: Step) -> None:
-        chunk = self.chunk
+    def _backward(self, step: Step, received: list[fx.Node]) -> None:
+        chunk = self._chunk(step)
         if chunk.backward is None:
             return
-        received = self._receive(chunk.received_gradients, self.stage + 1, gradient=True)
-        args = [*self._computed, *self.results.pop(step.micro_batch), *received]
-        val = self.backward_values
-        call = self._call(f"chunk{chunk.index}_backward", chunk.backward, args, val)
+        stored = self.results.pop((step.chunk, step.micro_batch))
+        args = [*self._parameters(chunk), *stored, *received]
+        call = self._call_chunk(f"chunk{chunk.index}_backward", chunk.backward, args)
         if chunk.sent_gradients:
-            values = self._pick(call, 0)
-            nodes = [self._pick(values, i) for i in range(len(chunk.sent_gradients))]
-            self._send(nodes, self.stage - 1)
-        if chunk.parameter_gradients:
-            parts = self._pick(call, 1)
-            self.total = self._sum(self.total, parts, val[1])
+            self._pass_on(step, self._pick(call, 0), len(chunk.sent_gradients))
+        if chunk.weight_backward is not None:
+            kept = self._pick(call, 1)
+            self.results[step.chunk, step.micro_batch] = [
+                *(stored[i] for i in chunk.weight_saved),
+                *(self._pick(kept, i) for i in range(len(kept.meta["val"]))),
+            ]
+        elif chunk.parameter_gradients:
+            self._accumulate(chunk, self._pick(call, 1))
+
+    def _weight_backward(self, step: Step) -> None:
+        chunk = self._chunk(step)
+        if chunk.weight_backward is None:
+            return
+        args = [*self._parameters(chunk), *self.results.pop((step.chunk, step.micro_batch))]
+        name = f"chunk{chunk.index}_weight_backward"
+        call = self._call_chunk(name, chunk.weight_backward, args)
+        self._accumulate(chunk, self._pick(call, 1))
+
+    def _accumulate(self, chunk: Chunk, parts: fx.Node) -> None:
+        total = self.totals.get(chunk.index)
+        self.totals[chunk.index] = self._sum(total, parts, parts.meta["val"])
 
     # -- the end of the step
 
     def _reduce_gradients(self) -> dict[str, fx.Node]:
         gradients = self._summed_gradients()
         limit = self.settings.bucket_bytes
-        first: dict[str, list[str]] = {}
+        first: dict[tuple[str, int], list[str]] = {}
         tied: dict[str, list[str]] = {}
         for name in gradients:
             states = self.unit.parameter_states[name]
             axes = [a for a, s in states.items() if a != "mb" and isinstance(s.grad, Partial)]
             if axes:
-                first.setdefault(",".join(axes), []).append(name)
+                # by chunk: one whose backwards are over need not wait for another
+                chunk = next((c.index for c in self.chunks if name in c.parameter_gradients), -1)
+                first.setdefault((",".join(axes), chunk), []).append(name)
             stages = self.unit.stages_of[name]
             if len(stages) > 1:
                 tied.setdefault(f"pp[{','.join(map(str, stages))}]", []).append(name)
-        for group, members in first.items():
+        for (group, _), members in first.items():
             for bucket in buckets(members, gradients, limit):
                 self._all_reduce(group, bucket, gradients)
         # stages read tied weights in different orders; what they reduce together has one order
@@ -318,13 +409,16 @@ class _Builder:
         return gradients
 
     def _summed_gradients(self) -> dict[str, fx.Node]:
-        """Gradients over all micro-batches; zero where only another stage has one of a weight."""
+        """Gradients over micro-batches and chunks; zero where only another stage has one."""
         gradients = {}
         for name in self.trained:
-            if name in self.chunk.parameter_gradients:
-                assert self.total is not None
-                index = self.chunk.parameter_gradients.index(name)
-                gradients[name] = self._pick(self.total, index)
+            parts = [
+                self._pick(self.totals[chunk.index], chunk.parameter_gradients.index(name))
+                for chunk in self.chunks
+                if name in chunk.parameter_gradients
+            ]
+            if parts:
+                gradients[name] = functools.reduce(self._add, parts)
                 continue
             val = self.parameters[name].meta["val"]
             zeros = self.graph.call_function(
@@ -333,6 +427,9 @@ class _Builder:
             zeros.meta = {"val": val}
             gradients[name] = zeros
         return gradients
+
+    def _add(self, left: fx.Node, right: fx.Node) -> fx.Node:
+        return self._act(aten.add.Tensor, left, right, val=left.meta["val"])
 
     def _all_reduce(self, group: str, names: list[str], gradients: dict[str, fx.Node]) -> None:
         values = [gradients[name].meta["val"] for name in names]

@@ -6,13 +6,15 @@
     wait(%r)                                         %z = block1_backward_1(..)     # h.0
                                                      wait(%r1)
 
-The last backward of the step is opened up to its blocks, so that a bucket can leave while earlier
+The last backward of each chunk is opened up to its blocks, so that a bucket can leave while earlier
 layers are still being differentiated (Li et al., VLDB 2020). Numerics: kept bit for bit.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +22,8 @@ import torch
 from torch import fx
 
 from msc.ir import actions
-from msc.ir.communication import is_communication, subgraph
+from msc.ir.communication import group_of, is_communication, subgraph
+from msc.ir.groups import Group
 from msc.ir.passes import BIT_EXACT, GraphPass
 from msc.ir.structure import placeholders
 
@@ -29,7 +32,7 @@ all_reduce = torch.ops._c10d_functional.all_reduce.default
 
 @dataclass(frozen=True)
 class ReduceEarly(GraphPass):
-    """Open the last backward; start each bucket's reduction where its last gradient is made."""
+    """Open the last backwards; start each bucket's reduction where its last gradient is made."""
 
     name: ClassVar[str] = "reduce-early"
     numerics: ClassVar[str] = BIT_EXACT
@@ -39,19 +42,20 @@ class ReduceEarly(GraphPass):
         return name.startswith("rank.")
 
     def run(self, gm: fx.GraphModule, unit: Any) -> int:
-        found = _last_sum(gm)
-        if found is None:
-            return 0
-        total, call = found
-        buckets = [n for n in total.graph.nodes if _is_bucket(n, total)]
-        if not buckets:
-            return 0
-        parts = _open(gm, call)
-        for bucket in buckets:
-            _move(gm, bucket, total, parts)
-        _sum_the_rest(gm, total, parts)
-        gm.graph.eliminate_dead_code(_stays)
-        return len(buckets)
+        moved = 0
+        starts = Counter(group_of(n) for n in gm.graph.nodes if n.target is all_reduce)
+        for total, call in _last_sums(gm):
+            buckets = [n for n in gm.graph.nodes if _is_bucket(n, total, starts)]
+            if not buckets:
+                continue
+            parts = _open(gm, call)
+            for bucket in buckets:
+                _move(gm, bucket, total, parts)
+            _sum_the_rest(gm, total, parts)
+            moved += len(buckets)
+        if moved:
+            gm.graph.eliminate_dead_code(_stays)
+        return moved
 
 
 def _stays(node: fx.Node) -> bool:
@@ -59,28 +63,37 @@ def _stays(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or is_communication(node)
 
 
-def _last_sum(gm: fx.GraphModule) -> tuple[fx.Node, fx.Node] | None:
-    """The accumulation of the last backward's gradients, and the call of that backward."""
-    for node in reversed(gm.graph.nodes):
+def _last_sums(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+    """Of each chunk, the accumulation of its last gradients, and the call that gives them."""
+    found: dict[Any, tuple[fx.Node, fx.Node]] = {}
+    for node in gm.graph.nodes:
         if node.target is not actions.accumulate:
             continue
         parts = node.args[1]
         if isinstance(parts, fx.Node) and parts.target is operator.getitem:
             call = parts.args[0]
             if isinstance(call, fx.Node) and call.op == "call_module":
-                return node, call
-    return None
+                found[call.target] = node, call
+    return list(found.values())
 
 
-def _is_bucket(node: fx.Node, total: fx.Node) -> bool:
-    """Whether a node is a bucket of gradients of `total` alone, on its way into an all-reduce."""
+def _is_bucket(node: fx.Node, total: fx.Node, starts: Mapping[str, int]) -> bool:
+    """Whether a node is a bucket of gradients of `total` alone, on its way into an all-reduce.
+
+    starts: how often each group reduces. Stages that share several buckets make their gradients in
+    different orders, so those keep the one order that they have at the end.
+    """
     if node.target is not actions.flatten or not isinstance(node.args[0], (list, tuple)):
         return False
-    items = all(
+    if len(node.users) != 1 or next(iter(node.users)).target is not all_reduce:
+        return False
+    group = group_of(next(iter(node.users)))
+    if starts[group] > 1 and any(axis == "pp" for axis, _ in Group.parse(group).parts):
+        return False
+    return all(
         isinstance(item, fx.Node) and item.target is operator.getitem and item.args[0] is total
         for item in node.args[0]
     )
-    return items and len(node.users) == 1 and next(iter(node.users)).target is all_reduce
 
 
 def _open(gm: fx.GraphModule, call: fx.Node) -> list[fx.Node]:

@@ -80,7 +80,7 @@ def test_numbers_of_micro_batches(count: Any) -> None:
 
 
 def test_unknown_names() -> None:
-    assert "Schedule 'dualpipe' is unknown. The schedules are gpipe, 1f1b" in refused(
+    assert "Schedule 'dualpipe' is unknown. The schedules are gpipe, 1f1b, interleaved" in refused(
         schedule="dualpipe"
     )
     assert "Backend 'xla' is unknown. The backends are aten, inductor" in refused(

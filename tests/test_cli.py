@@ -219,12 +219,14 @@ def test_compile_json_and_dump(models: str, tmp_path: Path) -> None:
 
 def test_the_schedule_reaches_the_program(models: str, tmp_path: Path) -> None:
     texts = []
-    for schedule in ("gpipe", "1f1b"):
+    for schedule in ("gpipe", "1f1b", "interleaved"):
         folder = tmp_path / schedule
-        options = ("--mesh", "pp=2", "--microbatches", "4", "--schedule", schedule)
+        options = ["--mesh", "pp=2", "--microbatches", "4", "--schedule", schedule]
+        options += ["--virtual-stages", "1"] if schedule == "interleaved" else []
         assert run("compile", f"{models}:build", *options, "--dump", str(folder)).exit_code == 0
         texts.append((folder / "stage0.step.txt").read_text())
     assert texts[0] != texts[1]
+    assert texts[1] == texts[2]  # with one virtual stage it is the same
 
 
 def test_what_to_recompute_reaches_the_program(models: str) -> None:

@@ -108,6 +108,7 @@ def test_json_is_plain_and_holds_no_times() -> None:
     data = report("pp=2,dp=2,tp=2", 2).to_json()
     assert json.loads(json.dumps(data)) == data
     assert sorted(data) == [
+        "chunk_stages",
         "chunks",
         "collectives",
         "distinct_blocks",
@@ -117,8 +118,13 @@ def test_json_is_plain_and_holds_no_times() -> None:
         "notes",
         "replicated",
         "rewrites",
+        "schedule",
         "sharded",
     ]
+    assert data["chunk_stages"] == [0, 1]
+    schedule = data["schedule"]
+    assert 0 < schedule.pop("bubble") < 0.5  # 1 / 2 if the head cost nothing
+    assert schedule == {"name": "1f1b", "virtual_stages": 1, "live_activations": [2, 1]}
     assert data["chunks"] == [["layers.0"], ["layers.1", "head"]]
     assert (data["distinct_blocks"], data["instances"]) == (3, 3)
     assert data["notes"] == ["a note"]

@@ -54,8 +54,8 @@ def micro_batch(value: Any, dim: int, index: int, count: int) -> Any:
 def send(values: Sequence[Any], stage: int, channel: str) -> Any:
     """Start sending tensors to the rank at pp coordinate `stage`; returns a token for `wait`.
 
-    `channel` names the communicator: the two directions of a neighbour pair use two. Sends and
-    receives on one channel meet in the order in which they are issued.
+    `channel` names the communicator: the two directions of a pair of stages use two, and gradients
+    others than activations. Sends and receives on one channel meet in the order of their issue.
     """
     return _executed_only("send")
 

@@ -56,11 +56,12 @@ def within_budget(
     stages: Sequence[StageProgram],
     budget: float,
     peaks: Callable[[Sequence[Choice | None]], list[int]],
+    advice: str,
 ) -> list[Choice | None]:
     """The choice of each stage, None where everything may be saved.
 
     peaks: the predicted bytes of each stage of the program built for given choices. Raises
-    `PlanError` where the leanest choice needs more than the budget.
+    `PlanError` where the leanest choice needs more than the budget, with `advice` after its own.
     """
     everything = peaks([None] * len(stages))
     if max(everything) <= budget:
@@ -77,7 +78,7 @@ def within_budget(
         search = _Search(program, leanest[stage], lean_peaks[stage], all_saved.saved_bytes)
         search.rest = everything[stage] - all_saved.saved_bytes
         searches.append(search)
-    _require_fit(searches, lean_peaks, budget)
+    _require_fit(searches, lean_peaks, budget, advice)
     for _ in range(_ROUNDS):
         proposals = [search.proposal(budget) for search in searches]
         if not any(proposals):
@@ -89,7 +90,9 @@ def within_budget(
     return [search.best for search in searches]
 
 
-def _require_fit(searches: Sequence[_Search], lean_peaks: Sequence[int], budget: float) -> None:
+def _require_fit(
+    searches: Sequence[_Search], lean_peaks: Sequence[int], budget: float, advice: str
+) -> None:
     over = [s for s, search in enumerate(searches) if search.best and lean_peaks[s] > budget]
     if over:
         worst = max(over, key=lean_peaks.__getitem__)
@@ -97,5 +100,5 @@ def _require_fit(searches: Sequence[_Search], lean_peaks: Sequence[int], budget:
             f"MemoryBudget allows {budget:,.0f} bytes per rank, but pipeline stage {worst} needs "
             f"{lean_peaks[worst]:,} even if it recomputes all that it can (parameters, gradients, "
             "optimizer state, inputs, and what one block's backward needs at once). Allow as much, "
-            "or use more tp or pp ranks, or more micro-batches."
+            f"or use more tp or pp ranks, or more micro-batches{advice}."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from msc.cost import call_flops
+from msc.cost import call_flops, window_of
 from msc.cost.flops import is_gemm, nbytes
 from msc.ir.communication import COLLECTIVES, WAITS, group_of
 from msc.ir.torch_private import storage_key
@@ -23,7 +23,8 @@ def again_cost(node: fx.Node, settings: Settings) -> float:
         payload = max(nbytes(tensor) for tensor in (*operands, *results))
         size = settings.mesh.axis_size(group_of(node))
         return settings.cost.collective(COLLECTIVES[node.target], payload, size)
-    flops = call_flops(node.target, operands, results) if is_gemm(node.target) else 0
+    gemm = is_gemm(node.target)
+    flops = call_flops(node.target, operands, results, window_of(node)) if gemm else 0
     return settings.cost.compute(flops, sum(map(nbytes, (*operands, *results))))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +68,11 @@ class MemoryPredictor:
 class _Held:
     """How the arguments of a graph are held.
 
-    arguments: for each the number of its storage; outside: by storage, whether the caller holds it
-    beyond the call; sizes: by storage, its bytes.
+    arguments: for each the number of its storage, or those of a token, nested; outside: by storage,
+    whether the caller holds it beyond the call; sizes: by storage, its bytes.
     """
 
-    arguments: tuple[int, ...]
+    arguments: tuple[Any, ...]
     outside: tuple[bool, ...]
     sizes: tuple[int, ...]
 
@@ -146,7 +147,9 @@ class _Frame:
         for node in self.gm.graph.nodes:
             if node.op not in ("placeholder", "output") and node not in folded:
                 self._statement(node)
-        results = fx.map_arg(self.gm.graph.output_node().args[0], self.names.__getitem__)
+        output = self.gm.graph.output_node()
+        self.most[output] = self.live
+        results = fx.map_arg(output.args[0], self.names.__getitem__)
         count = len(self.held.sizes)
         sizes = {number: self.sizes[number] for number in _storages(results) if number >= count}
         freed = frozenset(number for number in self.freed if number < count)
@@ -181,9 +184,9 @@ class _Frame:
         if node.target is operator.getitem:
             return self.names[first][node.args[1]]
         if node.target in COLLECTIVES:
-            return (self._allocate(nbytes(node.meta["val"])), self._operands(node))
+            return (self._allocate(nbytes(node.meta["val"])), tuple(self._operands(node)))
         if node.target is actions.send:
-            return (None, self._operands(node))
+            return (None, tuple(self._operands(node)))
         if node.target is actions.recv:
             _, _, shapes, dtypes = node.args
             pairs = zip(shapes, dtypes, strict=True)  # type: ignore[arg-type]
@@ -218,8 +221,9 @@ class _Frame:
             for storage in _storages(self.names.pop(name)):
                 self.references[storage] -= 1
         outer = list(dict.fromkeys(_storages(arguments)))
+        inner = {storage: number for number, storage in enumerate(outer)}
         held = _Held(
-            tuple(outer.index(storage) for storage in arguments),
+            tuple(pytree.tree_map(_by(inner), arguments)),
             tuple(s in self.permanent or self.references[s] > 0 for s in outer),
             tuple(self.sizes[s] for s in outer),
         )
@@ -228,7 +232,7 @@ class _Frame:
         self.live += outcome.change
         self.freed |= {outer[number] for number in outcome.freed}
         own = dict(enumerate(outer)) | {n: self._new(size) for n, size in outcome.sizes.items()}
-        return pytree.tree_map(lambda leaf: None if leaf is None else own[leaf], outcome.results)
+        return pytree.tree_map(_by(own), outcome.results)
 
     # -- storages
 
@@ -264,3 +268,8 @@ class _Frame:
 
 def _storages(value: Any) -> list[int]:
     return [leaf for leaf in pytree.tree_leaves(value) if leaf is not None]
+
+
+def _by(numbers: Mapping[int, int]) -> Callable[[int | None], int | None]:
+    """The new number of a storage; what is none, as a send's result, stays none."""
+    return lambda storage: None if storage is None else numbers[storage]

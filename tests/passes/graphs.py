@@ -76,7 +76,9 @@ class Forward:
         return gm
 
 
-def layers(num_layers: int = 2, container: str = "layers", tied: bool = False) -> fx.GraphModule:
+def layers(
+    num_layers: int = 2, container: str = "layers", tied: bool = False, samples: int = 4
+) -> fx.GraphModule:
     """`x + down(relu(up(x)))` for each layer, then the sum of a head's results.
 
     tied: the head's weight scales the input as well, so the first and the last layer share it.
@@ -90,7 +92,7 @@ def layers(num_layers: int = 2, container: str = "layers", tied: bool = False) -
         )
         for i in range(num_layers)
     ]
-    x = build.input("x", 4, 8)
+    x = build.input("x", samples, 8)
     if tied:
         x = build.linear(x, head, "embed")
     for i, (up, down) in enumerate(weights):
@@ -186,8 +188,13 @@ def named_values(gm: fx.GraphModule, seed: int = 0) -> dict[str, Tensor]:
     return {n.meta["name"]: v for n, v in zip(placeholders(gm), values, strict=True)}
 
 
-def step(unit: Compilation, values: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """One step of all ranks in this process: every rank's loss, and whole gradients."""
+def step(
+    unit: Compilation, values: Mapping[str, Tensor], **network: Any
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """One step of all ranks in this process: every rank's loss, and whole gradients.
+
+    network: options of the virtual executor.
+    """
     mesh = unit.settings.mesh
 
     def graph(rank: int) -> fx.GraphModule:
@@ -206,7 +213,7 @@ def step(unit: Compilation, values: Mapping[str, Tensor]) -> tuple[list[Tensor],
 
     ranks = range(mesh.size)
     arguments = [[local(node, rank) for node in placeholders(graph(rank))] for rank in ranks]
-    results = VirtualExecutor(mesh, graph).run(arguments)
+    results = VirtualExecutor(mesh, graph, **network).run(arguments)
     found: dict[str, Tensor] = {}
     for name in unit.parameter_states:
         owners = layouts[name].owners(mesh)

@@ -32,8 +32,16 @@ def evaluate(program: Program, batch: Any) -> torch.Tensor:
     return losses[0]
 
 
-@pytest.mark.parametrize("mesh", ["", "tp=2", "pp=2,tp=2", "pp=4", "pp=2,dp=2"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [
+        *((mesh, "1f1b") for mesh in ("", "tp=2", "pp=2,tp=2", "pp=4", "pp=2,dp=2")),
+        ("pp=4", "gpipe"),
+        ("pp=2", "interleaved"),
+        ("pp=2,tp=2", "zb-h1"),
+        ("pp=2,dp=2", "zb-v"),
+    ],
+)
 def test_the_loss_is_that_of_the_step(mesh: str, schedule: str) -> None:
     program = msc.compile(
         models.build("nanogpt"),

@@ -7,9 +7,10 @@ import torch
 from torch import fx
 
 from msc.ir import actions
+from msc.ir.communication import used_channels
 from msc.ir.optimizer import AdamW
 from msc.passes.compilation import Compilation
-from msc.passes.schedules import SCHEDULES
+from msc.passes.schedules.rules import SCHEDULES
 from tests.passes.graphs import (
     ATEN,
     Forward,
@@ -17,6 +18,8 @@ from tests.passes.graphs import (
     assert_text,
     compilation,
     layers,
+    named_values,
+    step,
     through,
 )
 
@@ -55,6 +58,7 @@ def test_the_first_stage() -> None:
 %layers_0_up_weight: f64[16,8] = parameter "layers.0.up.weight"
 %layers_0_down_weight: f64[8,16] = parameter "layers.0.down.weight"
 %x: f64[4,8] = input "x"
+%recv = recv(1, 'pp:1>0 gradients', [(4, 8)], [f64])
 %chunk0_forward: ((f64[4,8]), none, (f64[4,8], f64[4,16], f64[4,8])) = call chunk0_forward(\
 %head_weight, %layers_0_up_weight, %layers_0_down_weight, %x)
 %getitem: (f64[4,8]) = %chunk0_forward[0]
@@ -64,14 +68,13 @@ def test_the_first_stage() -> None:
 %getitem_3: f64[4,8] = %getitem_2[0]
 %getitem_4: f64[4,16] = %getitem_2[1]
 %getitem_5: f64[4,8] = %getitem_2[2]
-%recv = recv(1, 'pp:1>0', [(4, 8)], [f64])
 %wait: (f64[4,8]) = wait(%recv)
 %getitem_6: f64[4,8] = %wait[0]
+%wait_1 = wait(%send)
 %chunk0_backward: ((), (f64[8,8], f64[16,8], f64[8,16])) = call chunk0_backward(%head_weight,\
  %layers_0_up_weight, %layers_0_down_weight, %getitem_3, %getitem_4, %getitem_5, %getitem_6)
 %getitem_7: (f64[8,8], f64[16,8], f64[8,16]) = %chunk0_backward[1]
 %accumulate: (f64[8,8], f64[16,8], f64[8,16]) = accumulate(None, %getitem_7)
-%wait_1 = wait(%send)
 %getitem_8: f64[8,8] = %accumulate[0]
 %getitem_9: f64[16,8] = %accumulate[1]
 %getitem_10: f64[8,16] = %accumulate[2]
@@ -110,7 +113,7 @@ def test_the_last_stage() -> None:
 %layers_1_up_weight, %layers_1_down_weight, %head_weight, %getitem_3, %getitem_4, %getitem_5)
 %getitem_6: (f64[4,8]) = %chunk1_backward[0]
 %getitem_7: f64[4,8] = %getitem_6[0]
-%send = send([%getitem_7], 0, 'pp:1>0')
+%send = send([%getitem_7], 0, 'pp:1>0 gradients')
 %getitem_8: (f64[16,8], f64[8,16], f64[8,8]) = %chunk1_backward[1]
 %accumulate_1: (f64[16,8], f64[8,16], f64[8,8]) = accumulate(None, %getitem_8)
 %wait_1 = wait(%send)
@@ -174,20 +177,76 @@ def test_a_bucket_has_one_dtype() -> None:
 def test_stages_follow_their_schedule() -> None:
     orders = [order(gm) for gm in built(layers(2), "pp=2", 2).rank_graphs]
     assert orders == [
-        [*["chunk0_forward", "send"] * 2, *["recv", "chunk0_backward"] * 2],
-        ["recv", "chunk1_forward", "chunk1_backward", "send"] * 2,
+        # a receive is posted one step ahead
+        [
+            *["chunk0_forward", "send", "recv"] * 2,
+            *["chunk0_backward"] * 2,
+        ],
+        [
+            *["recv", "chunk1_forward", "recv", "chunk1_backward", "send"],
+            *["chunk1_forward", "chunk1_backward", "send"],
+        ],
     ]
     gpipe = [order(gm) for gm in built(layers(2), "pp=2", 2, schedule="gpipe").rank_graphs]
     assert gpipe == [
         orders[0],
-        [*["recv", "chunk1_forward"] * 2, *["chunk1_backward", "send"] * 2],
+        [*["recv"] * 2, *["chunk1_forward"] * 2, *["chunk1_backward", "send"] * 2],
     ]
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_schedules_keep_the_numbers(schedule: str, micro_batches: int) -> None:
-    assert_parity(layers(3, tied=True), "pp=3", micro_batches, schedule=schedule)
+    assert_parity(layers(6, tied=True), "pp=3", micro_batches, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "micro_batches"),
+    [("interleaved", "pp=2", 5), ("zb-v", "pp=4", 9), ("zb-h1", "pp=4", 6), ("auto", "pp=3", 7)],
+)
+def test_sends_that_wait_for_their_receives(schedule: str, mesh: str, micro_batches: int) -> None:
+    """As on a network without buffers, whichever rank is ahead."""
+    gm = layers(8, tied=True, samples=micro_batches)
+    unit = assert_parity(gm, mesh, micro_batches, schedule=schedule)
+    values = named_values(gm)
+    losses, _ = step(unit, values)
+    for pick in (min, max):
+        found, _ = step(unit, values, rendezvous=True, pick=pick)
+        assert all(map(torch.equal, found, losses))
+
+
+def test_neighbours_that_send_two_kinds_use_two_channels() -> None:
+    """With two stages the last one sends activations to the first as well as gradients."""
+    unit = built(layers(4), "pp=2", 2, schedule="interleaved")
+    found = {channel for gm in unit.rank_graphs for channel, _ in used_channels(gm)}
+    assert found == {"pp:0>1", "pp:1>0", "pp:0>1 gradients", "pp:1>0 gradients"}
+
+
+def test_what_stays_on_a_stage_is_not_sent() -> None:
+    for schedule in ("interleaved", "zb-v"):
+        (gm,) = built(layers(4), "", 2, schedule=schedule).rank_graphs
+        assert not any(node.target in (actions.send, actions.recv) for node in gm.graph.nodes)
+    last = built(layers(4), "pp=2", 2, schedule="zb-v").rank_graphs[1]
+    sent = [n for n in last.graph.nodes if n.target is actions.send]
+    assert len(sent) == 2 * 2  # of each micro-batch, the last chunk's input and a gradient
+
+
+def test_a_weight_of_two_chunks_is_summed_on_its_rank() -> None:
+    """The tied head is in the first and in the last chunk, which a V puts on one stage."""
+    unit = assert_parity(layers(4, tied=True, samples=6), "pp=2", 3, schedule="zb-v")
+    assert unit.stages_of["head.weight"] == [0]
+    assert not any("pp[" in line for gm in unit.rank_graphs for line in reductions(gm))
+
+
+def test_every_chunk_reduces_early() -> None:
+    """Buckets hold gradients of one chunk, and leave when its last backward has made them."""
+    unit = assert_parity(layers(4, samples=4), "pp=2,dp=2", 2, schedule="interleaved")
+    first = unit.rank_graphs[0]
+    nodes = list(first.graph.nodes)
+    starts = [i for i, n in enumerate(nodes) if n.target is ALL_REDUCE and n.args[2] == "dp"]
+    calls = [i for i, n in enumerate(nodes) if "backward" in str(n.target)]
+    assert len(starts) == 2
+    assert starts[0] < calls[-1]
 
 
 def test_every_send_is_waited_for() -> None:

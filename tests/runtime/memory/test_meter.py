@@ -23,8 +23,8 @@ TOLERANCE = 0.03
 """Of activations: of all that a step takes beyond parameters, moments and inputs."""
 
 
-def gpt(**options: Any) -> Program:
-    model = GPT(layers=2, length=LENGTH, dropout=0.1)
+def gpt(layers: int = 2, **options: Any) -> Program:
+    model = GPT(layers=layers, length=LENGTH, dropout=0.1)
     return msc.compile(model, BATCH, **{"mesh": "", **options})
 
 
@@ -76,6 +76,8 @@ def test_two_processes(tmp_path: Path) -> None:
         gpt(mesh="tp=2", recompute="selective", optimizer=msc.AdamW()),
         gpt(mesh="pp=2", recompute="none", microbatches=2),
         llama(mesh="dp=2", recompute="full", microbatches=2),
+        gpt(4, mesh="pp=2", schedule="interleaved", recompute="full", microbatches=4),
+        gpt(mesh="pp=2", schedule="zb-h1", recompute="selective", microbatches=4),
     ]
     for number, program in enumerate(programs):
         program.save(tmp_path / str(number))

@@ -28,14 +28,18 @@ class Chain(nn.Module):
         return x.sum()
 
 
-def compiled(stages: int, micro_batches: int, schedule: str = "1f1b", dp: int = 1) -> Program:
+def compiled(
+    stages: int, micro_batches: int, schedule: str = "1f1b", dp: int = 1, virtual: int | None = None
+) -> Program:
     ids = torch.zeros(micro_batches * dp, 4, dtype=torch.int64)
     return msc.compile(
-        Chain(stages),
+        Chain(stages * (virtual or 1)),
         (ids,),
         mesh=f"pp={stages},dp={dp}",
         microbatches=micro_batches,
         schedule=schedule,
+        virtual_stages=virtual,
+        cluster=IDEAL,
         optimizer=msc.AdamW(),
     )
 
@@ -54,6 +58,20 @@ def test_the_closed_form(schedule: str, stages: int, micro_batches: int) -> None
         assert each.bubble_seconds == pytest.approx(result.step_seconds - layer)
         assert each.skew_seconds == 0
         assert set(each.exposed.values()) <= {0}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "idle"),
+    [("interleaved", 2, 3 * 2), ("interleaved", 3, 3 * 2), ("zb-h1", None, 2), ("zb-v", 2, 2)],
+)
+def test_other_schedules(schedule: str, virtual: int | None, idle: int) -> None:
+    """On three stages; idle: in GEMMs, of which a chunk has three per micro-batch."""
+    program = compiled(3, 6, schedule, virtual=virtual)
+    bubble = idle / (3 * 6 * (virtual or 1))
+    assert program.report.schedule.bubble == pytest.approx(bubble)
+    result = program.simulate(IDEAL)
+    assert result.bubble == pytest.approx(bubble)
+    assert all(each.skew_seconds == 0 for each in result.classes)
 
 
 def test_thousands_of_ranks_are_as_few_classes_as_eight() -> None:

@@ -1,0 +1,1 @@
+"""Pipeline schedules: rules of a few lines, and one list scheduler that turns them into orders."""
