@@ -56,7 +56,7 @@ def within_budget(
     stages: Sequence[StageProgram],
     budget: float,
     peaks: Callable[[Sequence[Choice | None]], list[int]],
-    advice: str,
+    advice: str = "",
 ) -> list[Choice | None]:
     """The choice of each stage, None where everything may be saved.
 
