@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from msc.ir.ops.library import HALF_DTYPES
 from msc.ir.torch_private import fused_sgd_
 from msc.runtime.gradients import Stepped, kernel_flag, kernel_rate, step_in_pieces, unless
 
@@ -27,7 +28,8 @@ def sgd(
     """One step in place; `states` has the moving sums of gradients, if there is momentum.
 
     Equal to `torch.optim.SGD`; as there, a parameter without gradient keeps its value. The step is
-    taken in the dtype of the state, or of the parameter where there is none.
+    taken in the dtype of the state, or of the parameter where there is none; half types are
+    computed in float32 and rounded once.
     """
 
     def kernel(indices: list[int], values: list[Tensor], moved: list[Tensor]) -> None:
@@ -37,10 +39,10 @@ def sgd(
             for total, value, gradient in zip(sums, values, moved, strict=True):
                 whole = gradient.add(value, alpha=weight_decay)
                 total.add_(unless(skip, whole) * share)
+        # the CPU kernel of torch 2.13 leaves all but the last elements of half types as they are
+        wide = [_wide(tensors) for tensors in (values, moved, sums)]
         fused_sgd_(
-            values,
-            moved,
-            sums,
+            *wide,
             lr=kernel_rate(lr),
             momentum=momentum,
             dampening=dampening,
@@ -48,9 +50,18 @@ def sgd(
             nesterov=nesterov,
             skip=kernel_flag(skip, values[0].device),
         )
+        for tensors, computed in ((values, wide[0]), (sums, wide[2])):
+            for tensor, result in zip(tensors, computed, strict=True):
+                if result is not tensor:
+                    tensor.copy_(result)
 
     step_in_pieces(kernel, parameters, gradients, states[0] if states else parameters, scale)
     return tuple(parameters), tuple(tuple(state) for state in states)
+
+
+def _wide(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors, those of half types as float32."""
+    return [t.float() if t.dtype in HALF_DTYPES else t for t in tensors]
 
 
 def _missing_share(step: Tensor, momentum: float, dampening: float) -> Tensor:

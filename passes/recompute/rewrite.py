@@ -173,6 +173,8 @@ def _saved_meta(node: fx.Node) -> dict[str, Any]:
 
 
 def _finish(graph: fx.Graph) -> fx.GraphModule:
+    for node in graph.find_nodes(op="placeholder"):
+        node.target = node.name  # generated code names arguments by targets, which may be equal
     gm = fx.GraphModule({}, graph)
     gm.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     gm.recompile()

@@ -141,6 +141,32 @@ def test_statistics_are_updated_once() -> None:
         assert torch.equal(value, again.buffers[name]), name
 
 
+class NormalizedLayers(nn.Module):
+    """Layers with batch norm: what their forward computes has names that their backward has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(10, 16), nn.Linear(16, 1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), nn.GELU(), nn.Linear(24, 16))
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        result: torch.Tensor = self.last(x).square().mean()
+        return result
+
+
+def test_saved_values_have_names_of_their_own() -> None:
+    options: dict[str, Any] = {"mesh": "pp=2,tp=2", "microbatches": 2, "recompute": "selective"}
+    found = msc.verify(NormalizedLayers(), (torch.randn(24, 10),), dtype=torch.float64, **options)
+    assert found.ok, found.first_difference
+
+
 def test_a_budget_is_kept_with_as_little_work_as_that_takes() -> None:
     plain = compiled("dropout", "pp=2", 2, "none")
     expected = plain.run_virtual(batch("dropout"))

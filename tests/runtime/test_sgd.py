@@ -61,3 +61,17 @@ def test_a_step_of_a_lower_precision_is_rounded_once() -> None:
     sgd(low, randoms(1, torch.bfloat16), states[0], *rest)
     sgd(exact, [g.float() for g in randoms(1, torch.bfloat16)], states[1], *rest)
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(low, exact, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_half_types_step_as_float32_and_are_rounded(dtype: torch.dtype, momentum: float) -> None:
+    """Sizes that fill vectors: the CPU kernel of torch 2.13 leaves those of half types alone."""
+    start, gradient = torch.randn(2, 100, generator=torch.Generator().manual_seed(0)).to(dtype)
+    low, exact = start.clone(), start.float()
+    rest = (torch.tensor(1), 0.5, momentum, 0.0, 0.1, False)
+    states = [[[torch.zeros(100, dtype=d)]] if momentum else [] for d in (dtype, torch.float32)]
+    sgd([low], [gradient], states[0], *rest)
+    sgd([exact], [gradient.float()], states[1], *rest)
+    assert torch.equal(low, exact.to(dtype))
+    assert (low != start).float().mean() > 0.9

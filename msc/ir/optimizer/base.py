@@ -135,7 +135,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and value == value
 
 
 def _is_rate(value: Any) -> bool:
@@ -143,7 +144,7 @@ def _is_rate(value: Any) -> bool:
 
 
 def _is_at_least_0(value: Any) -> bool:
-    return _is_number(value) and value >= 0
+    return _is_number(value) and 0 <= value < math.inf
 
 
 def _are_betas(value: Any) -> bool:
@@ -158,10 +159,13 @@ def _are_groups(value: Any) -> bool:
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (_is_rate, "it is a finite number of at least 0, or an msc.LearningRate"),
     "betas": (_are_betas, "they are two numbers in [0, 1)"),
-    "eps": (_is_at_least_0, "it is a number of at least 0"),
-    "weight_decay": (_is_at_least_0, "it is a number of at least 0"),
-    "momentum": (_is_at_least_0, "it is a number of at least 0"),
-    "dampening": (_is_number, "it is a number"),
+    "eps": (_is_at_least_0, "it is a finite number of at least 0"),
+    "weight_decay": (_is_at_least_0, "it is a finite number of at least 0"),
+    "momentum": (_is_at_least_0, "it is a finite number of at least 0"),
+    "dampening": (
+        lambda value: _is_number(value) and abs(value) < math.inf,
+        "it is a finite number",
+    ),
     "nesterov": (lambda value: isinstance(value, bool), "it is True or False"),
     "max_norm": (
         lambda value: value is None or (_is_number(value) and value > 0),

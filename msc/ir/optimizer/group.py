@@ -29,9 +29,12 @@ class ParameterGroup:
         self, patterns: str | Sequence[str], *, max_dims: int | None = None, **options: Any
     ) -> None:
         given = (patterns,) if isinstance(patterns, str) else patterns
-        if not isinstance(given, (tuple, list)) or not all(isinstance(p, str) for p in given):
-            raise PlanError(f"ParameterGroup: patterns is {patterns!r}; it is a text or several.")
-        if max_dims is not None and (not isinstance(max_dims, int) or max_dims < 0):
+        listed = isinstance(given, (tuple, list)) and len(given) > 0
+        if not listed or not all(isinstance(pattern, str) for pattern in given):
+            raise PlanError(
+                f"ParameterGroup: patterns is {patterns!r}; it is a text, or a list of them."
+            )
+        if max_dims is not None and (type(max_dims) is not int or max_dims < 0):
             raise PlanError(f"ParameterGroup: max_dims is {max_dims!r}; it is at least 0, or None.")
         object.__setattr__(self, "patterns", tuple(given))
         object.__setattr__(self, "max_dims", max_dims)

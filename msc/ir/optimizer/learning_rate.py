@@ -97,9 +97,9 @@ class LearningRate:
     def _of(cls, phases: Sequence[Phase], held: float) -> LearningRate:
         return cls(tuple(phases), held)
 
-    def at(self, step: Tensor) -> Tensor:
-        """The rate of step `step`, a 0-dim tensor; 0-dim float64, on its device."""
-        position = step.to(torch.float64)
+    def at(self, step: Tensor | int) -> Tensor:
+        """The rate of step `step`, a number or 0-dim tensor; 0-dim float64, on its device."""
+        position = torch.as_tensor(step).to(torch.float64)
         rate = torch.full_like(position, self.held)
         end = sum(phase.steps for phase in self.phases)
         for steps, first, last, shape in reversed(self.phases):

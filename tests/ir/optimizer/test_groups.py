@@ -66,7 +66,7 @@ def test_patterns_that_do_nothing(groups: list[ParameterGroup], message: str) ->
             "In ParameterGroup.*: AdamW: lr is",
         ),
         (lambda: AdamW(groups=["*"]), r"groups is \('\*',\); it is a list"),  # type: ignore[list-item]
-        (lambda: ParameterGroup(3), "patterns is 3; it is a text or several"),  # type: ignore[arg-type]
+        (lambda: ParameterGroup(3), "patterns is 3; it is a text, or a list"),  # type: ignore[arg-type]
         (lambda: ParameterGroup("*", max_dims=-1), "max_dims is -1"),
     ],
 )
@@ -85,6 +85,8 @@ def test_groups_that_cannot_be(make: Any, message: str) -> None:
         (SGD, {"momentum": -1}, "SGD: momentum is -1"),
         (SGD, {"nesterov": True}, "SGD: nesterov needs momentum above 0 and dampening 0"),
         (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "SGD: nesterov needs"),
+        (SGD, {"dampening": float("nan")}, "SGD: dampening is nan; it is a finite number"),
+        (SGD, {"momentum": float("inf")}, "SGD: momentum is inf; it is a finite number"),
         (msc.LAMB, {"eps": -1}, "LAMB: eps is -1"),
         (msc.Adam, {"weight_decay": True}, "Adam: weight_decay is True"),
     ],
