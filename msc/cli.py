@@ -260,12 +260,14 @@ def simulate(
     mesh: MeshOption = "",
     microbatches: MicroBatches = 1,
     schedule: Schedule = "1f1b",
+    virtual_stages: VirtualStages = None,
     optimizer: Annotated[
         Optimizer | None, typer.Option("--optimizer", help="Include the optimizer's step.")
     ] = None,
     precision: Annotated[
         DType | None, typer.Option("--precision", help="Convert parameters and inputs to this.")
     ] = None,
+    recompute: RecomputeOption = "none",
     plan: PlanFile = None,
     pins: PinsFile = None,
     trace: Annotated[
@@ -281,9 +283,11 @@ def simulate(
             mesh=mesh,
             microbatches=microbatches,
             schedule=schedule,
-            optimizer=None if optimizer is None else msc.AdamW(),
+            virtual_stages=virtual_stages,
+            optimizer=None if optimizer is None else _OPTIMIZERS[optimizer](),
             precision=None if precision is None else precision.value,
             cluster=cluster,
+            recompute=_recompute(recompute),
             plan=plan,
         )
         result = program.simulate(cluster)

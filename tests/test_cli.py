@@ -267,6 +267,10 @@ def test_simulate_says_what_a_step_takes(models: str, tmp_path: Path) -> None:
     assert re.search(r"^stage1 +1 +\d", result.stdout, re.MULTILINE)
     assert re.search(r"^pp +recv +2\.0 ", result.stdout, re.MULTILINE)
     assert {each["pid"] for each in json.loads(trace.read_text())["traceEvents"]} == {0, 1}
+    more = ("--schedule", "zb-h1", "--recompute", "full", "--optimizer", "lamb")
+    assert run("simulate", f"{models}:on_meta", *options, *more).exit_code == 0
+    one_chunk = error("simulate", f"{models}:on_meta", *options, *more, "--virtual-stages", "2")
+    assert "Schedule 'zb-h1' has 1 virtual stage per rank of pp, not 2" in one_chunk
     nowhere = str(tmp_path / "nowhere" / "t.json")
     refused = error("simulate", f"{models}:on_meta", "--cluster", "h100", "--trace", nowhere)
     assert f"'{nowhere}' cannot be written" in refused
