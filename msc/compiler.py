@@ -94,8 +94,10 @@ def compile(
         rewrites: changes of the model's mathematics, in order; `report.rewrites` lists each place.
         recompute: which activations the backward computes again instead of finding them saved:
             "none"; "selective": the inside of attention that is written out, and what was gathered
-            from shards; "full": all but the inputs of each block; or `msc.MemoryBudget(bytes)`: as
-            little as keeps every rank within so many bytes. `memory` is checked after it.
+            from shards; "full": all but the inputs of each block, save that of the loss, on whose
+            stage it can need as much memory as "selective"; or `msc.MemoryBudget(bytes)`: the
+            cheapest choice found that keeps every rank within so many bytes. `memory` is checked
+            after it.
 
     Raises:
         CaptureError: the model is not one graph; names the user's line.

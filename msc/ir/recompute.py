@@ -12,7 +12,7 @@ POLICIES = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Recompute as little as lets every rank stay within `bytes_per_rank`.
+    """Recompute what costs least, of the choices tried, with every rank within `bytes_per_rank`.
 
     The bytes are those of `Program.memory_bytes`: parameters, gradients, optimizer state, inputs,
     saved activations and what is live only inside a forward or backward. `PlanError` unless they

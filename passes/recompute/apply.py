@@ -10,7 +10,7 @@ from msc.ir.recompute import MemoryBudget
 from msc.passes.compilation import Compilation
 from msc.passes.differentiate import Differentiated
 from msc.passes.recompute.costs import kept_bytes
-from msc.passes.recompute.policies import full, selective
+from msc.passes.recompute.policies import calls_again
 from msc.passes.recompute.rewrite import recompute, saved_nodes
 
 
@@ -34,8 +34,8 @@ class Recompute(UnitPass):
         for variant in unit.variants:
             for name, programs in variant.differentiated.items():
                 if id(programs) not in done:
-                    again = full if policy == "full" and name != loss else selective
-                    new = done[id(programs)] = recompute(programs, again(programs.forward))
+                    again = calls_again(policy, programs.forward, name == loss)
+                    new = done[id(programs)] = recompute(programs, again)
                     if new is not programs:
                         changes += 1
                         record(unit, name, variant.suffix, new)

@@ -10,7 +10,7 @@ recomputes. Solved by HiGHS (scipy.optimize.milp).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import fx
 from msc.ir.torch_private import storage_key
 from msc.ir.values import tensors_of
 from msc.passes.recompute.costs import kept_bytes
-from msc.passes.recompute.rewrite import can_be_saved
+from msc.passes.recompute.rewrite import can_be_saved, kept_nodes, recomputed
 
 _NODES = 100_000  # a limit of the search tree, not of time: results are the same on every machine
 _TIE = 1e-9  # of two choices that cost the same, the one that keeps less
@@ -33,13 +33,15 @@ class Candidates:
     """A distinct block of a stage.
 
     saved: the nodes of its forward that the backward reads. copies: how often its values are alive
-    at once: instances times micro-batches in flight.
+    at once: instances times micro-batches in flight. named: for each policy that the stage may also
+    follow as a whole, the calls that it lets run again.
     """
 
     name: str
     forward: fx.GraphModule
     saved: tuple[fx.Node, ...]
     copies: int
+    named: tuple[Collection[fx.Node], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,29 @@ class StageProgram:
         self._columns = _Columns()
         self._rows = _Rows()
         self._again: dict[fx.Node, int] = {}
+        self._memory: dict[fx.Node, int] = {}
         for block in blocks:
             self._add(block, cost)
+
+    def choice(self, calls: Sequence[Collection[fx.Node]]) -> Choice:
+        """The choice of letting `calls` of each block run again, as far as the backward needs."""
+        chosen = np.zeros(len(self._columns.costs))
+        again = {}
+        for block, allowed in zip(self._blocks, calls, strict=True):
+            running = recomputed(block.saved, allowed)
+            again[block.name] = frozenset(running)
+            chosen[[self._again[node] for node in running]] = 1
+            kept = kept_nodes(block.forward, block.saved, running)
+            chosen[[self._memory[node] for node in kept]] = 1
+        return Choice(again, float(chosen @ self._columns.costs), int(chosen @ self._columns.sizes))
+
+    def everything_saved(self) -> Choice:
+        """The choice of running nothing again."""
+        return self.choice([()] * len(self._blocks))
+
+    def named(self) -> list[Choice]:
+        """The choices of the policies that the blocks name."""
+        return [self.choice(calls) for calls in zip(*(b.named for b in self._blocks), strict=True)]
 
     def cheapest(self, limit: float) -> Choice | None:
         """The choice of least cost that saves at most `limit` bytes; None if there is none."""
@@ -93,6 +116,7 @@ class StageProgram:
                 key = storage_key(tensors_of(node)[0])
                 if key not in memory:
                     memory[key] = self._columns.add(size=block.copies * kept_bytes(node))
+                self._memory[node] = memory[key]
                 self._rows.at_least(0, {memory[key]: 1, kept[node]: -1})
 
         def there(node: fx.Node) -> dict[int, int]:
@@ -121,15 +145,8 @@ class StageProgram:
         if result.x is None:
             return None
         chosen = np.round(result.x)
-        again = {
-            block.name: frozenset(
-                node
-                for node in block.forward.graph.nodes
-                if node in self._again and chosen[self._again[node]]
-            )
-            for block in self._blocks
-        }
-        return Choice(again, float(chosen @ self._columns.costs), int(chosen @ sizes))
+        running = {node for node, column in self._again.items() if chosen[column]}
+        return self.choice([running] * len(self._blocks))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Recompute in the backward as little as keeps every rank within the user's `MemoryBudget`."""
+"""Recompute in the backward what keeps every rank within the user's `MemoryBudget`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import ClassVar
 from torch import fx
 
 from msc.ir.passes import BIT_EXACT, GraphPass, Pass, UnitPass
-from msc.ir.recompute import MemoryBudget
+from msc.ir.recompute import POLICIES, MemoryBudget
 from msc.passes.compilation import Compilation, Variant
 from msc.passes.differentiate import Differentiated
 from msc.passes.recompute.apply import record, remark
 from msc.passes.recompute.budget import within_budget
 from msc.passes.recompute.choice import Candidates, Choice, StageProgram
 from msc.passes.recompute.costs import again_cost
+from msc.passes.recompute.policies import calls_again
 from msc.passes.recompute.rewrite import recompute, saved_nodes
 from msc.passes.schedules.timeline import peak_held
 
@@ -115,6 +116,7 @@ def _blocks(unit: Compilation, stage: int) -> list[str]:
 def _candidates(unit: Compilation) -> list[list[Candidates]]:
     """The blocks of each stage among whose calls a budget may choose."""
     first = unit.variants[0]
+    loss = unit.structure.instances[unit.structure.loss.instance].block
     alike = [
         name
         for name, programs in first.differentiated.items()
@@ -128,6 +130,10 @@ def _candidates(unit: Compilation) -> list[list[Candidates]]:
                 first.differentiated[name].forward,
                 tuple(saved_nodes(first.differentiated[name])),
                 _copies_held(unit, stage, name),
+                tuple(
+                    calls_again(policy, first.differentiated[name].forward, name == loss)
+                    for policy in POLICIES
+                ),
             )
             for name in alike
             if name in _blocks(unit, stage)

@@ -48,6 +48,13 @@ _LAYOUT = {
 """What arranges a gathered value in memory."""
 
 
+def calls_again(policy: str, forward: fx.GraphModule, with_loss: bool) -> set[fx.Node]:
+    """The calls of a block that a named policy lets run again; `with_loss`: it has the loss."""
+    if policy == "none":
+        return set()
+    return full(forward) if policy == "full" and not with_loss else selective(forward)
+
+
 def selective(forward: fx.GraphModule) -> set[fx.Node]:
     """The inside of attention, and gathered values."""
     found: set[fx.Node] = set()

@@ -15,7 +15,7 @@ buffers, are not touched. Numerics: kept bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def recompute(programs: Differentiated, again: Collection[fx.Node]) -> Different
     return _Rewriter(programs, programs.backward, saved, again).run()
 
 
-def recomputed(saved: list[fx.Node], again: Collection[fx.Node]) -> set[fx.Node]:
+def recomputed(saved: Sequence[fx.Node], again: Collection[fx.Node]) -> set[fx.Node]:
     """The calls that run again for the values of `saved` that are in `again`.
 
     Tuples and collectives in flight cannot be saved, so the call behind an item or a wait runs
@@ -60,6 +60,20 @@ def recomputed(saved: list[fx.Node], again: Collection[fx.Node]) -> set[fx.Node]
         found.add(node)
         stack += [o for o in node.all_input_nodes if o in again or not can_be_saved(o)]
     return found
+
+
+def kept_nodes(
+    forward: fx.GraphModule, saved: Collection[fx.Node], again: Collection[fx.Node]
+) -> list[fx.Node]:
+    """What the new backward reads of the forward: what is left of `saved`, then the rest.
+
+    again: the calls that run again, as `recomputed` finds them.
+    """
+    kept = dict.fromkeys(node for node in saved if node not in again)
+    for node in forward.graph.nodes:
+        if node in again:
+            kept.update(dict.fromkeys(o for o in node.all_input_nodes if o not in again))
+    return list(kept)
 
 
 def can_be_saved(node: fx.Node) -> bool:
@@ -82,7 +96,7 @@ class _Rewriter:
         self.saved = saved
         self.again = recomputed(saved, again)
         self.position = {node: n for n, node in enumerate(programs.forward.graph.nodes)}
-        self.kept = self._kept()
+        self.kept = kept_nodes(programs.forward, saved, self.again)
         self.graph = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}  # of the forward -> in the new backward
         self.env: dict[fx.Node, fx.Node] = {}  # of the old backward -> in the new one
@@ -102,13 +116,6 @@ class _Rewriter:
         return Differentiated(
             forward, backward, old.num_outputs, len(results), saved, old.tangents, old.gradients
         )
-
-    def _kept(self) -> list[fx.Node]:
-        """What the new backward reads of the forward: what is left of `saved`, then the rest."""
-        kept = dict.fromkeys(node for node in self.saved if node not in self.again)
-        for node in sorted(self.again, key=self.position.__getitem__):
-            kept.update(dict.fromkeys(o for o in node.all_input_nodes if o not in self.again))
-        return list(kept)
 
     def _forward(self, results: list[fx.Node]) -> fx.GraphModule:
         old = self.programs.forward

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from msc.ir.errors import PlanError
 from msc.ir.mesh import Mesh
@@ -77,6 +78,44 @@ def test_a_budget_below_the_leanest_is_refused_with_its_bytes() -> None:
     stages = [program(mlp())]
     (needed,) = peaks_of(stages, [stages[0].leanest()])
     assert needed > REST
-    with pytest.raises(PlanError, match=f"stage 0 needs {needed:,} even if it recomputes"):
+    with pytest.raises(PlanError, match=f"stage 0 needs at least {needed:,} with"):
         within_budget(stages, needed - 1, lambda choices: peaks_of(stages, choices))
     assert within_budget(stages, needed, lambda choices: peaks_of(stages, choices)) != [None]
+
+
+def test_the_leanest_choice_may_need_most() -> None:
+    """Peaks fall and rise again; each that a budget led to is itself a budget that is kept."""
+    stages = [program(mlp())]
+    most = everything(stages[0])
+
+    def peaks(choices: Sequence[Choice | None]) -> list[int]:
+        saved = [most if choice is None else choice.saved_bytes for choice in choices]
+        return [REST + abs(bytes_ - most // 2) for bytes_ in saved]
+
+    with pytest.raises(PlanError, match="at least") as caught:
+        within_budget(stages, 1, peaks)
+    least = int(str(caught.value).split("at least ")[1].split()[0].replace(",", ""))
+    assert least < peaks([stages[0].leanest()])[0] < peaks([None])[0] + most
+    budget = peaks([None])[0] - 1
+    while budget > least:
+        (needed,) = peaks(within_budget(stages, budget, peaks))
+        assert needed <= budget
+        assert peaks(within_budget(stages, needed, peaks)) <= [needed]
+        budget = needed - 1
+    assert peaks(within_budget(stages, least, peaks)) == [least]
+
+
+def test_a_named_policy_is_among_the_choices() -> None:
+    found = mlp()
+    calls = {
+        node for node in found.forward.graph.nodes if node.target is torch.ops.aten.tanh.default
+    }
+    block = Candidates("block", found.forward, tuple(saved_nodes(found)), 1, (calls,))
+    stage = StageProgram([block], lambda node: again_cost(node, SETTINGS))
+    (named,) = stage.named()
+    assert named.again["block"] == calls
+
+    def peaks(choices: Sequence[Choice | None]) -> list[int]:
+        return [REST if choice == named else 2 * REST for choice in choices]
+
+    assert within_budget([stage], REST, peaks) == [named]
