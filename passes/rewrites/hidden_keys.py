@@ -57,7 +57,7 @@ class HiddenKeys:
         self._free = InputFree(gm)
 
     def hides(self, mask: fx.Node, region: Tensor, low: float = LOW) -> bool:
-        """Whether no key of the region is seen: False in a bool mask, at most `low` in a float one."""
+        """Whether no key of the region is seen: False in a bool mask, up to `low` in another."""
         return _Region(self._free, region, low).fact(mask) in (Fact.FALSE, Fact.LOW)
 
 
