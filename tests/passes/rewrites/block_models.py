@@ -96,8 +96,9 @@ class Norm(nn.Module):
             return functional.layer_norm(x, (WIDTH,), *vectors, self.eps)
         if self.kind in CAST_NORMS:
             vectors = (getattr(self, "weight", None), getattr(self, "bias", None))
-            wide = (None if each is None else each.double() for each in vectors)
-            return functional.layer_norm(x.double(), (WIDTH,), *wide, self.eps).to(x.dtype)
+            scale, shift = (None if each is None else each.double() for each in vectors)
+            wide = functional.layer_norm(x.double(), (WIDTH,), scale, shift, self.eps)
+            return wide.to(x.dtype)
         if self.kind == "layer-written-out":
             mean = x.mean(-1, keepdim=True)
             variance = (x - mean).pow(2).mean(-1, keepdim=True)

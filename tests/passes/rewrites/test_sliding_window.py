@@ -202,7 +202,8 @@ class Masked(nn.Module):
         super().__init__()
         self.kind = kind
         self.layers = nn.ModuleList([nn.Linear(8, 24)])
-        self.layers[0].register_buffer("bias_mask", torch.ones(9, 9).tril())
+        self.bias: Tensor
+        self.register_buffer("bias", torch.ones(9, 9).tril())
         self.constant = torch.ones(6, 6).tril()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ class Masked(nn.Module):
         lower = torch.ones(6, 6).tril()
         scores = q @ k.mT
         if self.kind == "buffer":
-            scores = scores.masked_fill(self.layers[0].bias_mask[:6, :6] == 0, float("-inf"))
+            scores = scores.masked_fill(self.bias[:6, :6] == 0, float("-inf"))
         elif self.kind == "constant":
             scores = scores.masked_fill(self.constant == 0, float("-inf"))
         elif self.kind == "soft":
@@ -231,7 +232,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
-        ("buffer", "its mask comes from the buffer 'layers.0.bias_mask', whose values may change"),
+        ("buffer", "its mask comes from the buffer 'bias', whose values may change"),
         ("constant", "its mask comes from the buffer 'constant', whose values may change"),
         ("soft", "its mask adds finite numbers"),
         ("filled", "its mask adds finite numbers"),
