@@ -28,6 +28,7 @@ _WHERES = {
     aten.where.ScalarSelf,
     aten.where.Scalar,
 }
+_MAXIMA = {aten.max.other, aten.maximum.default}
 _VIEWS = {
     aten.expand.default,
     aten.reshape.default,
@@ -55,20 +56,21 @@ class HiddenKeys:
     def __init__(self, gm: fx.GraphModule) -> None:
         self._free = InputFree(gm)
 
-    def hides(self, mask: fx.Node, region: Tensor) -> bool:
-        """Whether no key of the region is seen: False in a bool mask, low in a float one."""
-        return _Region(self._free, region).fact(mask) in (Fact.FALSE, Fact.LOW)
+    def hides(self, mask: fx.Node, region: Tensor, low: float = LOW) -> bool:
+        """Whether no key of the region is seen: False in a bool mask, up to `low` in another."""
+        return _Region(self._free, region, low).fact(mask) in (Fact.FALSE, Fact.LOW)
 
 
 class _Region:
-    def __init__(self, free: InputFree, region: Tensor) -> None:
+    def __init__(self, free: InputFree, region: Tensor, low: float) -> None:
         self._free = free
         self._region = region
+        self._low = low
         self._known: dict[fx.Node, Fact] = {}
 
     def fact(self, value: Any) -> Fact:
         if not isinstance(value, fx.Node):
-            return _of_number(value)
+            return self._of_number(value)
         if value not in self._known:
             found = self._by_op(value)
             if found is Fact.UNKNOWN:  # last, since numbers of a whole batch are many
@@ -96,10 +98,12 @@ class _Region:
             return self._choice(condition, number, source)
         if target is aten.lt.Scalar:
             source, number = node.args
-            low = self.fact(source) is Fact.LOW and _of_number(number) is Fact.UNKNOWN
+            low = self.fact(source) is Fact.LOW and self._of_number(number) is Fact.UNKNOWN
             return Fact.TRUE if low else Fact.UNKNOWN
         if target is aten.add.Tensor:
             return Fact.LOW if Fact.LOW in map(self.fact, node.args) else Fact.UNKNOWN
+        if target in _MAXIMA:
+            return Fact.LOW if set(map(self.fact, node.args)) == {Fact.LOW} else Fact.UNKNOWN
         if target is aten.to.dtype:
             return self._converted(node)
         if target in _VIEWS:
@@ -126,20 +130,20 @@ class _Region:
         if value is None:
             return Fact.UNKNOWN
         if value.dim() < 2:
-            return _of_number(value.item()) if value.numel() == 1 else Fact.UNKNOWN
+            return self._of_number(value.item()) if value.numel() == 1 else Fact.UNKNOWN
         outside = ~self._region
         if value.dtype == torch.bool:
             if bool((value | outside).all()):
                 return Fact.TRUE
             return Fact.FALSE if bool((~value | outside).all()) else Fact.UNKNOWN
-        low = value.is_floating_point() and bool(((value <= LOW) | outside).all())
+        low = value.is_floating_point() and bool(((value <= self._low) | outside).all())
         return Fact.LOW if low else Fact.UNKNOWN
 
-
-def _of_number(number: Any) -> Fact:
-    if isinstance(number, bool):
-        return Fact.TRUE if number else Fact.FALSE
-    return Fact.LOW if isinstance(number, (int, float)) and number <= LOW else Fact.UNKNOWN
+    def _of_number(self, number: Any) -> Fact:
+        if isinstance(number, bool):
+            return Fact.TRUE if number else Fact.FALSE
+        low = isinstance(number, (int, float)) and number <= self._low
+        return Fact.LOW if low else Fact.UNKNOWN
 
 
 def _plane(node: fx.Node) -> torch.Size | None:

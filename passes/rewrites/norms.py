@@ -6,8 +6,9 @@
                                                      %z = %x * %r
                                                      %u = %w * %z
 
-`aten.layer_norm` and `aten.rms_norm` are one call; the root mean square norm (Zhang and Sennrich,
-2019, equation 4) is also found written out, with casts, as Hugging Face models have it.
+`aten.layer_norm` and `aten.rms_norm` are one call, maybe between casts; the root mean square norm
+(Zhang and Sennrich, 2019, equation 4) and LayerNorm (Ba et al., 2016, equation 4) are also found
+written out, with casts, as Hugging Face models have them.
 """
 
 from __future__ import annotations
@@ -45,19 +46,27 @@ class Norm:
         """Its form in words."""
         return " ".join(self.form)
 
+    @property
+    def call(self) -> fx.Node:
+        """The one call that computes it but for casts, where `normalized` is None."""
+        (found,) = (node for node in self.nodes if node.target in FUSED)
+        return found
+
     def split(self, gm: fx.GraphModule) -> Norm:
         """The same norm with its normalized value as a node of its own."""
         if self.normalized is not None:
             return self
-        target: Any = self.output.target
-        shape, eps = shape_of(self.output), _eps(self.output)
+        call = self.call
+        target: Any = call.target
+        shape, eps = shape_of(call), _eps(call)
         vectors = (None, None) if target is aten.layer_norm.default else (None,)
-        emit = Emitter(gm, self.output)
-        normalized = emit(target, self.stream, [shape[-1]], *vectors, eps, shape=shape)
-        output = affine(emit, normalized, self.vectors)
-        self.output.replace_all_uses_with(output)
-        gm.graph.erase_node(self.output)
-        nodes = frozenset({normalized, output})
+        emit = Emitter(gm, call)
+        normalized = emit(target, call.args[0], [shape[-1]], *vectors, eps, shape=shape)
+        scaled = affine(emit, normalized, self.vectors)
+        call.replace_all_uses_with(scaled)
+        gm.graph.erase_node(call)
+        output = scaled if self.output is call else self.output
+        nodes = self.nodes - {call} | {normalized, scaled}
         return Norm(self.stream, output, nodes, self.form, normalized, self.vectors)
 
 
@@ -80,22 +89,34 @@ def norms_of(stream: fx.Node, origins: Origins) -> list[Norm]:
     """Every norm that reads `stream`, in the order of the graph's edges."""
     found: list[Norm] = []
     for user in stream.users:
-        if user.target in FUSED:
-            norm = _fused(user, stream)
-        else:
-            norm = _written_out(user, stream, origins)
+        norm = _fused(user, stream, origins) or _written_out(user, stream, origins)
         if norm is not None:
             found.append(norm)
     return found
 
 
-def _fused(node: fx.Node, stream: fx.Node) -> Norm | None:
+def _fused(first: fx.Node, stream: fx.Node, origins: Origins) -> Norm | None:
+    """The norm of one call, which is `first`, or all that reads it where it is a cast."""
+    cast = first.target is _CAST
+    node = _only_user(first) if cast else first
+    if node is None or node.target not in FUSED:
+        return None
     named = named_arguments(node, {"weight": None, "bias": None})
-    if named["input"] is not stream or list(named["normalized_shape"]) != [shape_of(stream)[-1]]:
+    read = first if cast else stream
+    if named["input"] is not read or list(named["normalized_shape"]) != [shape_of(stream)[-1]]:
         return None
     vectors = (named["weight"], named.get("bias"))
-    form = (FUSED[node.target], f"eps={_eps(node)}")
-    return Norm(stream, node, frozenset({node}), form, None, vectors)
+    form: tuple[str, ...] = (FUSED[node.target], f"eps={_eps(node)}")
+    nodes = {node}
+    if not cast:
+        return Norm(stream, node, frozenset(nodes), form, None, vectors)
+    nodes.add(first)
+    form = (*form, f"in {first.meta['val'].dtype}")
+    if vectors == (None, None):
+        return _with_affine(stream, node, nodes, form, origins)
+    output = _through_cast(node, nodes)
+    form = (*form, f"gives {output.meta['val'].dtype}")
+    return Norm(stream, output, frozenset(nodes), form, None, vectors)
 
 
 def _eps(node: fx.Node) -> float | None:
@@ -106,28 +127,55 @@ def _eps(node: fx.Node) -> float | None:
 
 
 def _written_out(first: fx.Node, stream: fx.Node, origins: Origins) -> Norm | None:
-    """The norm that squares the stream in `first`, or in a reader of it where it is a cast."""
+    """The norm whose first call on the stream, or on a cast of it, is `first`."""
     if first.target is _CAST:
         base, nodes = first, {first}
-        squares = [user for user in base.users if _is_square(user, base)]
-        square = squares[0] if len(squares) == 1 else None
+        readers = list(base.users)
     else:
         base, nodes = stream, set()
-        square = first if _is_square(first, base) else None
-    if square is None:
+        readers = [first]
+    centers = [user for user in readers if _is_mean(user, base)]
+    squares = [user for user in readers if _is_square(user, base)]
+    if len(centers) + len(squares) != 1:
         return None
-    steps = _statistics(square)
+    if centers:
+        name, values = "layer_norm", set(centers[0].users)  # twice, where it is subtracted twice
+        if not all(_is_call(node, aten.sub.Tensor, (base, centers[0])) for node in values):
+            return None
+        squares = [user for each in values for user in each.users if _is_square(user, each)]
+        nodes |= {centers[0], *values}
+    else:
+        name, values = "rms_norm", {base}
+    steps = _statistics(squares[0]) if len(squares) == 1 else None
     if steps is None:
         return None
     *statistics, root, eps = steps
     scaled = _only_user(root)
-    if scaled is None or not _divides(scaled, base, root):
+    if scaled is None or not any(_divides(scaled, value, root) for value in values):
         return None
-    nodes |= {square, *statistics, root, scaled}
-    if base is not stream and set(base.users) != {square, scaled}:
+    ends = {squares[0], scaled}
+    if centers and {user for value in values for user in value.users} != ends:
         return None
-    form = ("rms_norm", f"eps={eps}", f"in {base.meta['val'].dtype}")
+    read = {centers[0], *values} if centers else ends
+    if base is not stream and set(base.users) != read:
+        return None
+    nodes |= {*ends, *statistics, root}
+    form = (name, f"eps={eps}", f"in {base.meta['val'].dtype}")
     return _with_affine(stream, scaled, nodes, form, origins)
+
+
+def _is_call(node: fx.Node, target: Any, args: tuple[fx.Node, ...]) -> bool:
+    return node.target is target and node.args == args and not node.kwargs
+
+
+def _is_mean(node: fx.Node, base: fx.Node) -> bool:
+    """Whether a call is the mean of `base` over its last dim, which is kept."""
+    if node.target is not aten.mean.dim:
+        return False
+    named = named_arguments(node, {"keepdim": False, "dtype": None})
+    rank = len(shape_of(base))
+    dims = [dim % rank for dim in named["dim"] or ()]
+    return named["self"] is base and dims == [rank - 1] and bool(named["keepdim"])
 
 
 def _is_square(node: fx.Node, base: fx.Node) -> bool:
@@ -141,11 +189,7 @@ def _is_square(node: fx.Node, base: fx.Node) -> bool:
 def _statistics(square: fx.Node) -> tuple[Any, ...] | None:
     """mean, mean + eps, its root or inverse root, and eps, behind the square of the stream."""
     mean = _only_user(square)
-    if mean is None or mean.target is not aten.mean.dim:
-        return None
-    named = named_arguments(mean, {"keepdim": False, "dtype": None})
-    rank = len(shape_of(square))
-    if [dim % rank for dim in named["dim"]] != [rank - 1] or not named["keepdim"]:
+    if mean is None or not _is_mean(mean, square):
         return None
     shifted = _only_user(mean)
     if shifted is None or shifted.target not in (aten.add.Tensor, aten.add.Scalar):

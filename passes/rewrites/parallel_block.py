@@ -36,7 +36,8 @@ class ParallelBlock(Rewrite):
     fuse_gemm: one GEMM for all that read the norm of the stream, of both branches; the findings say
         where they read different activations.
 
-    Raises `UserError` for layers that are no numbers, or that the model does not have.
+    Raises `UserError` for switches that are no booleans, for layers that are no numbers or none at
+    all, and for layers that the model does not have.
     """
 
     layers: Sequence[int] | None = None
@@ -44,17 +45,24 @@ class ParallelBlock(Rewrite):
     fuse_gemm: bool = False
 
     def __post_init__(self) -> None:
-        if self.layers is None or isinstance(self.layers, range):
+        for name in ("share_norm", "fuse_gemm"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise UserError(f"ParallelBlock: {name}={value!r} must be True or False.")
+        if self.layers is None:
             return
-        given: tuple[object, ...] = ()
-        if isinstance(self.layers, Iterable):
-            given = tuple(self.layers)
-        if not given or not all(type(number) is int and number >= 0 for number in given):
+        given = tuple(self.layers) if isinstance(self.layers, Iterable) else None
+        if given is None or not all(type(number) is int and number >= 0 for number in given):
             raise UserError(
                 f"ParallelBlock: layers={self.layers!r} must be numbers of layers, such as "
                 "range(8, 32) or [0, 2]; None means all."
             )
-        object.__setattr__(self, "layers", given)
+        if not given:
+            raise UserError(
+                f"ParallelBlock: layers={self.layers!r} names no layer; None means all of them."
+            )
+        if not isinstance(self.layers, range):
+            object.__setattr__(self, "layers", given)
 
     def apply(self, gm: fx.GraphModule) -> list[Finding]:
         """Rewrite every serial block among `layers`; a finding for each attention of the model."""
@@ -67,10 +75,10 @@ class ParallelBlock(Rewrite):
             return
         known = sorted({place.layer for place in places if place.layer is not None})
         missing = sorted(set(self.layers) - set(known))
-        if missing or not set(self.layers):
+        if missing:
             listed = ", ".join(map(str, known)) or "none: its layers have no numbers"
             raise UserError(
-                f"ParallelBlock: layers={self.layers} names {missing or 'no layer'}, but the "
+                f"ParallelBlock: layers={self.layers} names {missing}, but the "
                 f"layers with attention in this model are {listed}."
             )
 
@@ -117,8 +125,8 @@ def _normalize_once(gm: fx.GraphModule, first: Norm, second: Norm) -> fx.Node:
     assert first.normalized is not None
     normalized = _shaped(gm, first.normalized, first.normalized, second.output)
     if second.normalized is None:
-        emit = Emitter(gm, second.output)
-        second.output.replace_all_uses_with(affine(emit, normalized, second.vectors))
+        emit = Emitter(gm, second.call)
+        second.call.replace_all_uses_with(affine(emit, normalized, second.vectors))
     else:
         second.normalized.replace_all_uses_with(normalized)
     remove_dead_code(gm)

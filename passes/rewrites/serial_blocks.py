@@ -10,6 +10,7 @@ a reason.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ _ATTENTION = torch.ops.msc.attention.default
 _LINEAR = torch.ops.msc.linear.default
 _MATMULS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
+_PARALLEL = "attention and MLP read one stream already"
 _OTHER_NORMS = (aten.native_layer_norm.default, aten.group_norm.default, aten.batch_norm.default)
 
 
@@ -180,9 +182,11 @@ def _between(source: fx.Node, end: fx.Node, below: set[fx.Node]) -> set[fx.Node]
 
 
 def _block(first: _Residual, residuals: list[_Residual], origins: Origins) -> SerialBlock:
+    if _followed_by_parallel(first, origins):
+        raise _OtherStructure(_PARALLEL)
     attention = _branch("attention", first, origins)
     if _parallel(attention.end, attention, origins):
-        raise _OtherStructure("attention and MLP read one stream already")
+        raise _OtherStructure(_PARALLEL)
     middle = first.node
     seen = middle
     (*readers,) = middle.users
@@ -238,7 +242,8 @@ def _branch(name: str, residual: _Residual, origins: Origins) -> Branch:
         raise _OtherStructure(f"the {name} reads the residual stream itself beside a norm of it")
     if direct:
         raise _OtherStructure(
-            f"post-norm: the {name} reads the residual stream itself, not a norm of it"
+            f"the {name} reads the residual stream itself, not a norm of it: post-norm, or a norm "
+            "of a form that is not known"
         )
     if len(read) != 1:
         raise _OtherStructure(
@@ -288,6 +293,23 @@ def _parallel(end: fx.Node, branch: Branch, origins: Origins) -> bool:
     return held in ([True, False], [False, True])
 
 
+def _followed_by_parallel(first: _Residual, origins: Origins) -> bool:
+    """Whether all that reads the sum adds an MLP that reads the stream, but not the sum."""
+    (*readers,) = first.node.users
+    if len(readers) != 1 or readers[0].target is not aten.add.Tensor:
+        return False
+    others = [node for node in readers[0].all_input_nodes if node is not first.node]
+    if len(others) != 1 or others[0] in first.inside:
+        return False
+    (other,) = others
+    below = origins.depending_on(first.stream, other)
+    if other not in below or other in origins.depending_on(first.node, readers[0]):
+        return False
+    inside = _between(first.stream, other, below)
+    gemms = any(node.target in (*_MATMULS, _LINEAR) for node in inside)
+    return gemms and not any(is_attention(node, origins) for node in inside)
+
+
 def _keeps_last_dim(node: fx.Node) -> bool:
     if node.target is not aten.reshape.default:
         return False
@@ -296,7 +318,12 @@ def _keeps_last_dim(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    """A node as messages name it: its op, and its module where that is known."""
+    """A node as messages name it: its op, and its module where that is known.
+
+    What picks one of several results has the name of the op that gives them.
+    """
+    if node.target is operator.getitem:
+        (node,) = node.all_input_nodes
     if node.op != "call_function":
         return "the model's result" if node.op == "output" else str(node.meta.get("name", node))
     path = node.meta.get("module_path")

@@ -17,6 +17,7 @@ Numerics: another model, on purpose.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from msc.ir.ops.library import arguments
 from msc.ir.rewrites import Finding, Rewrite
 from msc.ir.structure import layer_of
 from msc.passes.normalize.rewrite import Emitter, aten, calls, named_arguments, shape_of
+from msc.passes.rewrites.causality import PRODUCTS, why_not_causal
 from msc.passes.rewrites.hidden_keys import HiddenKeys
 
 _ELEMENTWISE = {
@@ -41,8 +43,11 @@ _ELEMENTWISE = {
     aten.masked_fill.Scalar,
     aten.where.self,
     aten.where.ScalarOther,
+    aten.max.other,
+    aten.maximum.default,
+    aten.clamp.default,
+    aten.reshape.default,  # that merges samples and heads
 }
-_PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default}
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,15 @@ class SlidingWindow(Rewrite):
             )
         if self.layers is not None and (
             not isinstance(self.layers, (list, tuple, range))
-            or not all(isinstance(number, int) and number >= 0 for number in self.layers)
+            or not all(type(number) is int and number >= 0 for number in self.layers)
         ):
             raise UserError(
                 f"SlidingWindow: layers={self.layers!r} is None for all layers, or a list, tuple "
                 "or range of layer numbers, such as range(0, 12, 2)."
+            )
+        if self.layers is not None and not self.layers:
+            raise UserError(
+                f"SlidingWindow: layers={self.layers!r} names no layer; None means all of them."
             )
 
     def apply(self, gm: fx.GraphModule) -> list[Finding]:
@@ -118,7 +127,7 @@ class SlidingWindow(Rewrite):
         else:
             mask, causal, own = named_arguments(node, {})["self"], False, 0
         if not causal and (mask is None or s != t or not keys.hides(mask, later)):
-            return "it is not causal: queries see keys after them"
+            return why_not_causal(node, mask, (s, t), keys, later)
         if self.window >= s:
             return f"a window of {self.window} hides none of {s} positions"
         if 0 < own <= self.window:
@@ -173,9 +182,14 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _from_product(scores: fx.Node) -> bool:
-    """Whether scores come from a product, by ops on each of them alone."""
-    if scores.target in _PRODUCTS:
+    """Whether scores come from a product, by ops on each of them alone, each in its plane."""
+    if scores.target in PRODUCTS:
         return True
     sources = scores.all_input_nodes if scores.target in _ELEMENTWISE else []
-    whole = [source for source in sources if shape_of(source) == shape_of(scores)]
+    size, plane = math.prod(shape_of(scores)), shape_of(scores)[-2:]
+    whole = [
+        source
+        for source in sources
+        if shape_of(source)[-2:] == plane and math.prod(shape_of(source)) == size
+    ]
     return any(_from_product(source) for source in whole)

@@ -13,7 +13,17 @@ HEADS = 2
 LENGTH = 4
 VOCABULARY = 12
 
-NORMS = ("layer", "plain-layer", "rms-op", "rms-pow", "rms-square", "rms-sqrt", "rms-gemma")
+CAST_NORMS = ("layer-cast", "plain-layer-cast")
+NORMS = (
+    "layer",
+    "plain-layer",
+    "layer-written-out",
+    "rms-op",
+    "rms-pow",
+    "rms-square",
+    "rms-sqrt",
+    "rms-gemma",
+)
 NEAR_MISSES = (
     "cross-attention",
     "two-attentions",
@@ -37,6 +47,7 @@ NEAR_MISSES = (
     "sandwich",
     "norm-over-length",
     "parallel-already",
+    "parallel-in-two-sums",
 )
 
 
@@ -68,21 +79,30 @@ class BlockConfig:
 
 
 class Norm(nn.Module):
-    """A norm over the last dim, in one of the forms of `NORMS`."""
+    """A norm over the last dim, in one of the forms of `NORMS` or `CAST_NORMS`."""
 
     def __init__(self, kind: str, eps: float) -> None:
         super().__init__()
         self.kind = kind
         self.eps = eps
-        if kind != "plain-layer":
+        if not kind.startswith("plain-layer"):
             self.weight = nn.Parameter(1 + 0.1 * torch.randn(WIDTH))
-        if kind == "layer":
+        if kind in ("layer", "layer-cast"):
             self.bias = nn.Parameter(0.1 * torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind in ("layer", "plain-layer"):
             vectors = (getattr(self, "weight", None), getattr(self, "bias", None))
             return functional.layer_norm(x, (WIDTH,), *vectors, self.eps)
+        if self.kind in CAST_NORMS:
+            vectors = (getattr(self, "weight", None), getattr(self, "bias", None))
+            scale, shift = (None if each is None else each.double() for each in vectors)
+            wide = functional.layer_norm(x.double(), (WIDTH,), scale, shift, self.eps)
+            return wide.to(x.dtype)
+        if self.kind == "layer-written-out":
+            mean = x.mean(-1, keepdim=True)
+            variance = (x - mean).pow(2).mean(-1, keepdim=True)
+            return self.weight * ((x - mean) * torch.rsqrt(variance + self.eps))
         if self.kind == "rms-op":
             return functional.rms_norm(x, (WIDTH,), self.weight, self.eps)
         if self.kind == "rms-pow":
@@ -197,6 +217,8 @@ class Block(nn.Module):
             return self.norm2(h + self.mlp(h)), aside
         if near == "parallel-already":
             return x + (self.attention(normed) + self.mlp(normed)), aside
+        if near == "parallel-in-two-sums":
+            return x + self.attention(normed) + self.mlp(normed), aside
         core = normed if near == "no-attention" else self.attention(normed)
         if near == "stream-read-by-attention":
             core = core * x.sigmoid()

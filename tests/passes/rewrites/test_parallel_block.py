@@ -15,19 +15,34 @@ from torch import Tensor, fx, nn
 
 import msc
 from msc.capture import Captured, capture
+from msc.ir.ops.attention import ATTENTION
 from msc.ir.rewrites import Finding
 from msc.passes.normalize import normalize
 from tests import models, zoo
-from tests.passes.rewrites.block_models import NEAR_MISSES, NORMS, BlockConfig, Model, batch
+from tests.passes.rewrites.block_models import (
+    CAST_NORMS,
+    NEAR_MISSES,
+    NORMS,
+    BlockConfig,
+    Model,
+    batch,
+)
 
 ONCE = "attention and MLP both read the stream; it is normalized once"
+NO_NORM = (
+    "reads the residual stream itself, not a norm of it: post-norm, or a norm of a form that is "
+    "not known"
+)
 READ_BY = "the sum of stream and attention is read by"
 
 
 def rewritten(
-    model: nn.Module, inputs: Any, rewrite: msc.ParallelBlock | None = None
+    model: nn.Module,
+    inputs: Any,
+    rewrite: msc.ParallelBlock | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Captured, list[Finding]]:
-    found = capture(model, inputs, dtype=torch.float64)
+    found = capture(model, inputs, dtype=dtype)
     normalize(found.graph)
     findings = (rewrite or msc.ParallelBlock()).apply(found.graph)
     found.graph.graph.lint()
@@ -39,9 +54,11 @@ def changed(config: BlockConfig) -> list[bool]:
     return [each.changed for each in rewritten(Model(config), batch())[1]]
 
 
-def gradients(graph: fx.GraphModule, model: nn.Module) -> dict[str, Tensor]:
+def gradients(
+    graph: fx.GraphModule, model: nn.Module, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
     """Loss and gradients of a captured graph at the model's values; absent ones are left out."""
-    parameters = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    parameters = {n: p.detach().to(dtype).requires_grad_() for n, p in model.named_parameters()}
     inputs = dict(zip(("ids", "targets"), batch(), strict=True))
     values = {**parameters, **inputs, "rng": torch.tensor([3, 0])}
     arguments = [values[n.meta["name"]] for n in graph.graph.find_nodes(op="placeholder")]
@@ -93,6 +110,47 @@ def test_a_rewritten_block_is_the_one_written_as_parallel(config: BlockConfig, s
     assert_is_parallel(config, msc.ParallelBlock(share_norm=share))
 
 
+def test_a_layer_norm_that_is_written_out_is_a_norm() -> None:
+    assert_is_parallel(BlockConfig(norm="layer-written-out"), msc.ParallelBlock())
+
+
+@pytest.mark.parametrize("norm", CAST_NORMS)
+def test_a_fused_norm_between_casts_is_a_norm(norm: str) -> None:
+    """In float32, with norms in float64."""
+    config = BlockConfig(norm=norm, layers=1)
+    model = Model(config)
+    found, (finding,) = rewritten(model, batch(), dtype=torch.float32)
+    assert finding.what == ONCE
+    written = Model(replace(config, parallel=True))
+    expected = capture(written, batch(), dtype=torch.float32)
+    normalize(expected.graph)
+    got = gradients(found.graph, model, torch.float32)
+    for name, value in gradients(expected.graph, written, torch.float32).items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_block_that_is_rewritten_is_parallel_already() -> None:
+    found, _ = rewritten(Model(BlockConfig(layers=1)), batch())
+    (finding,) = msc.ParallelBlock().apply(found.graph)
+    assert finding.what == "attention and MLP read one stream already"
+
+
+def test_what_picks_a_result_is_named_by_the_op_that_gives_it() -> None:
+    model = Model(BlockConfig(layers=1))
+    found = capture(model, batch(), dtype=torch.float64)
+    normalize(found.graph)
+    (attention,) = (n for n in found.graph.graph.nodes if n.target is ATTENTION)
+    (picked,) = attention.users
+    with found.graph.graph.inserting_after(picked):
+        found.graph.graph.call_function(torch.ops.aten.sum.default, (picked,)).meta = dict(
+            picked.meta
+        )
+    (finding,) = msc.ParallelBlock().apply(found.graph)
+    assert finding.what.endswith(
+        "outside of the attention reads msc.attention.default (layers.0.attention) of it"
+    )
+
+
 def test_two_attentions_of_one_branch_are_one_place() -> None:
     assert_is_parallel(BlockConfig(twice=True), msc.ParallelBlock())
 
@@ -111,14 +169,15 @@ REASONS = {
     "branch-read": "aten.sum.default (layers.0) outside of the attention reads aten.add.Tensor "
     "(layers.0.attention.out) of it",
     "sum-read-by-mlp": "the MLP reads the residual stream itself beside a norm of it",
-    "mlp-without-norm": "post-norm: the MLP reads the residual stream itself, not a norm of it",
+    "mlp-without-norm": f"the MLP {NO_NORM}",
     "mlp-reads-embedding": "the MLP reads aten.sin.default, an activation beside the norm of its "
     "stream",
     "sum-dropped": f"{READ_BY} msc.dropout.default (layers.0), not by a norm and by the sum with "
     "an MLP",
-    "post-norm": "post-norm: the attention reads the residual stream itself, not a norm of it",
+    "post-norm": f"the attention {NO_NORM}",
     "sandwich": "post-norm: the attention ends in a norm",
     "parallel-already": "attention and MLP read one stream already",
+    "parallel-in-two-sums": "attention and MLP read one stream already",
 }
 
 
@@ -136,7 +195,7 @@ def test_the_reason_stands_in_the_finding(near: str) -> None:
     ("name", "reason"),
     [
         ("gemma2", "post-norm: the attention ends in a norm"),
-        ("bert", "post-norm: the attention reads the residual stream itself, not a norm of it"),
+        ("bert", f"the attention {NO_NORM}"),
         ("gpt-j", "attention and MLP read one stream already"),
     ],
 )
@@ -206,7 +265,19 @@ def test_a_layer_that_is_not_there_is_refused_with_those_that_are() -> None:
         rewritten(Model(BlockConfig()), batch(), msc.ParallelBlock(layers=[0, 5]))
 
 
-@pytest.mark.parametrize("layers", [3, "all", [], [0.5], [-1], [True]])
+@pytest.mark.parametrize("options", [{"share_norm": "yes"}, {"fuse_gemm": None}])
+def test_switches_are_booleans(options: dict[str, Any]) -> None:
+    with pytest.raises(msc.UserError, match="must be True or False"):
+        msc.ParallelBlock(**options)
+
+
+@pytest.mark.parametrize("layers", [[], range(0)])
+def test_no_layers_are_refused(layers: Any) -> None:
+    with pytest.raises(msc.UserError, match="names no layer"):
+        msc.ParallelBlock(layers=layers)
+
+
+@pytest.mark.parametrize("layers", [3, "all", [0.5], [-1], [True]])
 def test_layers_that_are_no_numbers_are_refused(layers: Any) -> None:
     with pytest.raises(msc.UserError, match="must be numbers of layers"):
         msc.ParallelBlock(layers=layers)

@@ -195,6 +195,66 @@ def test_what_is_not_causal_is_left_alone() -> None:
     ]
 
 
+class Masked(nn.Module):
+    """One attention whose mask is of one of many kinds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList([nn.Linear(8, 24)])
+        self.bias: Tensor
+        self.register_buffer("bias", torch.ones(9, 9).tril())
+        self.constant = torch.ones(6, 6).tril()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unsqueeze(1) for y in self.layers[0](x).split(8, -1))
+        lower = torch.ones(6, 6).tril()
+        scores = q @ k.mT
+        if self.kind == "buffer":
+            scores = scores.masked_fill(self.bias[:6, :6] == 0, float("-inf"))
+        elif self.kind == "constant":
+            scores = scores.masked_fill(self.constant == 0, float("-inf"))
+        elif self.kind == "soft":
+            scores = scores + (1 - lower) * -1e9
+        elif self.kind == "filled":
+            scores = scores.masked_fill(lower == 0, -1e9)
+        elif self.kind == "clamped":
+            scores = scores.masked_fill(lower == 0, float("-inf"))
+            scores = torch.max(scores, torch.tensor(torch.finfo(scores.dtype).min))
+            scores = scores.view(-1, 6, 6).view(-1, 1, 6, 6)
+        weights = scores.softmax(-1)
+        if self.kind == "behind":
+            weights = weights * lower
+        y: Tensor = (weights @ v).square().mean()
+        return y
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("buffer", "its mask comes from the buffer 'bias', whose values may change"),
+        ("constant", "its mask comes from the buffer 'constant', whose values may change"),
+        ("soft", "its mask adds finite numbers"),
+        ("filled", "its mask adds finite numbers"),
+        ("behind", "it could not be shown to be causal: its mask stands behind the softmax"),
+        ("none", "it is not causal: queries see keys after them"),
+        ("clamped", "each query sees 3 of 6 keys, and the scores of all are still computed"),
+    ],
+)
+def test_each_mask_has_its_reason(kind: str, what: str) -> None:
+    captured = capture(Masked(kind), (torch.zeros(4, 6, 8),))
+    normalize(captured.graph)
+    (finding,) = msc.SlidingWindow(3).apply(captured.graph)
+    assert finding.what.startswith(what)
+    assert finding.changed == (kind == "clamped")
+
+
+@pytest.mark.parametrize("layers", [[], range(0)])
+def test_no_layers_are_refused(layers: Any) -> None:
+    with pytest.raises(msc.UserError, match="names no layer"):
+        msc.SlidingWindow(4, layers)
+
+
 def test_a_window_that_hides_nothing_is_refused() -> None:
     with pytest.raises(msc.UserError, match=r"h\.0: left alone: a window of 16 hides none of 16"):
         findings("gpt", msc.SlidingWindow(16))
