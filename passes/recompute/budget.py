@@ -83,7 +83,7 @@ class _Search:
         best = self.best()
         if best is None:
             return None
-        fits = {choice_step: self._fits(choice) for choice_step, choice in self._steps.items()}
+        fits = {step: self._fits(choice) for step, choice in self._steps.items()}
         above = sum(self._bound(step) > best.saved_bytes for step in range(_STEPS))
         high = min((step for step, fit in fits.items() if fit), default=above)
         low = max((step for step, fit in fits.items() if not fit and step < high), default=-1)

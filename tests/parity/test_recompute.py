@@ -185,7 +185,7 @@ def test_a_budget_is_kept_with_as_little_work_as_that_takes() -> None:
     assert calls[0] > calls[1] > calls[2] == 0
 
 
-@pytest.mark.parametrize(("layers", "mesh"), [(1, ""), (2, "tp=2"), (2, "pp=2")])
+@pytest.mark.parametrize(("layers", "mesh"), [(1, ""), (2, "pp=2")])
 def test_what_a_policy_or_a_budget_needs_is_a_budget_that_is_kept(layers: int, mesh: str) -> None:
     """Though the leanest choice may need more at its peak, by what one backward recomputes."""
     gpt, inputs = models.GPT(layers=layers), models.tokens(samples=4, length=16)
