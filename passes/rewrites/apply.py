@@ -32,9 +32,10 @@ def apply_rewrites(gm: fx.GraphModule, rewrites: Sequence[Rewrite]) -> list[Find
                 "change the model."
             )
         findings += found
-    gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    gm.recompile()
+    if findings:
+        gm.graph.eliminate_dead_code()
+        gm.graph.lint()
+        gm.recompile()
     return findings
 
 
