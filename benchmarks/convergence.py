@@ -29,10 +29,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # as it is run as a file
 
+from gpt import GPT, Config  # noqa: E402
+from stdlib_text import StdlibText, text  # noqa: E402
+
 import msc  # noqa: E402
 from benchmarks.hardware import hardware  # noqa: E402
-from examples.gpt import GPT, Config  # noqa: E402
-from examples.stdlib_text import StdlibText, text  # noqa: E402
 
 CONFIG = Config(layers=4, hidden=96, heads=4, sequence=128)
 WINDOW = 32
