@@ -8,12 +8,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from msc.cost import call_flops, window_of
-from msc.cost.flops import is_gemm, nbytes
+from msc.cost.flops import nbytes
 from msc.ir.errors import PlanError
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.structure import layer_of, output_nodes, placeholders
-from msc.ir.values import operand_nodes, tensors_of
+from msc.passes.call_cost import call_cost
 from msc.passes.chunks import balance, crossing
 from msc.passes.compilation import Compilation
 from msc.passes.schedules.balance import even_stages
@@ -22,7 +21,6 @@ from msc.passes.schedules.schedule import Schedule, scheduled
 from msc.passes.schedules.search import Cut, best_schedule
 from msc.passes.schedules.stages import Stages
 from msc.passes.schedules.timeline import Costs, bubble_fraction
-from msc.passes.sharding.calls import is_call
 from msc.passes.split_backward import input_gradient_nodes
 
 
@@ -66,12 +64,12 @@ class _Blocks:
         self._cuts: dict[tuple[Stages, bool], Cut] = {}
         for name in unit.structure.blocks:
             programs = unit.variants[0].differentiated[name]
-            self.forward[name] = _cost(unit, _calls(programs.forward))
-            self.backward[name] = _cost(unit, _calls(programs.backward))
+            self.forward[name] = _cost(unit, _nodes(programs.forward))
+            self.backward[name] = _cost(unit, _nodes(programs.backward))
             self.weight[name] = 0.0
             if programs.backward is not None:
                 now = input_gradient_nodes(programs)
-                later = [node for node in _calls(programs.backward) if node not in now]
+                later = [node for node in _nodes(programs.backward) if node not in now]
                 self.weight[name] = _cost(unit, later)
 
     def cut(self, rules: Rules) -> Cut:
@@ -165,21 +163,10 @@ def _layers(unit: Compilation) -> list[str]:
     return [path for path in paths if layer_of(path) is not None] or paths
 
 
-def _calls(gm: fx.GraphModule | None) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if is_call(node)] if gm is not None else []
+def _nodes(gm: fx.GraphModule | None) -> list[fx.Node]:
+    return list(gm.graph.nodes) if gm is not None else []
 
 
-def _cost(unit: Compilation, calls: list[fx.Node]) -> float:
-    """Modelled cost of calls of a block."""
-    total = 0.0
-    for node in calls:
-        operands = [tensors_of(o)[0] for o in operand_nodes(node) if tensors_of(o)]
-        results = tensors_of(node)
-        flops = (
-            call_flops(node.target, operands, results, window_of(node))
-            if is_gemm(node.target)
-            else 0
-        )
-        traffic = sum(nbytes(t) for t in (*operands, *results))
-        total += unit.settings.cost.compute(flops, traffic)
-    return total
+def _cost(unit: Compilation, nodes: list[fx.Node]) -> float:
+    """Modelled cost of a part of a block."""
+    return sum(call_cost(node, unit.settings) for node in nodes)

@@ -17,11 +17,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from msc.cost import call_flops, window_of
-from msc.cost.flops import is_gemm, nbytes
-from msc.ir.communication import COLLECTIVES, WAITS, group_of, is_communication
+from msc.ir.communication import COLLECTIVES, WAITS, is_communication
 from msc.ir.passes import BIT_EXACT, GraphPass
-from msc.ir.values import operand_nodes, tensors_of
+from msc.passes.call_cost import call_cost
 from msc.passes.compilation import Compilation, Settings
 
 
@@ -51,8 +49,7 @@ class _Scheduler:
 
     def __init__(self, nodes: list[fx.Node], settings: Settings) -> None:
         self.nodes = nodes
-        self.cost = settings.cost
-        self.mesh = settings.mesh
+        self.settings = settings
         self.position = {node: index for index, node in enumerate(nodes)}
         self.left = dict.fromkeys(nodes)  # not placed yet, in the old order
         self.order: list[fx.Node] = []
@@ -85,7 +82,7 @@ class _Scheduler:
 
     def _hide(self, wait: fx.Node, urgent: set[fx.Node]) -> None:
         """Before a wait, place work that is ready until it takes as long as the collective."""
-        open_time = self._duration(wait.all_input_nodes[0])
+        open_time = call_cost(wait.all_input_nodes[0], self.settings)
         for node in list(self.left):
             if open_time <= 0:
                 return
@@ -93,17 +90,4 @@ class _Scheduler:
                 continue
             if all(operand not in self.left for operand in node.all_input_nodes):
                 self._append(node)
-                open_time -= self._duration(node)
-
-    def _duration(self, node: fx.Node) -> float:
-        results = tensors_of(node)
-        operands = [
-            tensors_of(operand)[0] for operand in operand_nodes(node) if tensors_of(operand)
-        ]
-        if node.target in COLLECTIVES:
-            payload = max(nbytes(tensor) for tensor in (*operands, *results))
-            size = self.mesh.axis_size(group_of(node))
-            return self.cost.collective(COLLECTIVES[node.target], payload, size)
-        if is_gemm(node.target):
-            return self.cost.compute(call_flops(node.target, operands, results, window_of(node)), 0)
-        return self.cost.compute(0, sum(map(nbytes, results)))
+                open_time -= call_cost(node, self.settings)

@@ -9,7 +9,7 @@ from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.recompute import MemoryBudget
 from msc.passes.compilation import Compilation
 from msc.passes.differentiate import Differentiated
-from msc.passes.recompute.costs import kept_bytes
+from msc.passes.recompute.kept_bytes import kept_bytes
 from msc.passes.recompute.policies import calls_again
 from msc.passes.recompute.rewrite import recompute, saved_nodes
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from msc.ir.torch_private import storage_key
 from msc.ir.values import tensors_of
-from msc.passes.recompute.costs import kept_bytes
+from msc.passes.recompute.kept_bytes import kept_bytes
 from msc.passes.recompute.rewrite import can_be_saved, kept_nodes, recomputed
 
 _NODES = 100_000  # a limit of the search tree, not of time: results are the same on every machine

@@ -11,12 +11,12 @@ from torch import fx
 
 from msc.ir.passes import BIT_EXACT, GraphPass, Pass, UnitPass
 from msc.ir.recompute import POLICIES, MemoryBudget
+from msc.passes.call_cost import call_cost
 from msc.passes.compilation import Compilation, Variant
 from msc.passes.differentiate import Differentiated
 from msc.passes.recompute.apply import record, remark
 from msc.passes.recompute.budget import within_budget
 from msc.passes.recompute.choice import Candidates, Choice, StageProgram
-from msc.passes.recompute.costs import again_cost
 from msc.passes.recompute.policies import calls_again
 from msc.passes.recompute.rewrite import recompute, saved_nodes
 from msc.passes.schedules.timeline import peak_held
@@ -46,7 +46,7 @@ class KeepBudget(UnitPass):
         if not isinstance(budget, MemoryBudget):
             return 0
         stages = [
-            StageProgram(blocks, lambda node: again_cost(node, unit.settings))
+            StageProgram(blocks, lambda node: call_cost(node, unit.settings))
             for blocks in _candidates(unit)
         ]
         chosen = within_budget(

@@ -9,11 +9,11 @@ import torch
 
 from msc.ir.errors import PlanError
 from msc.ir.mesh import Mesh
+from msc.passes.call_cost import call_cost
 from msc.passes.compilation import Settings
 from msc.passes.differentiate import Differentiated
 from msc.passes.recompute.budget import within_budget
 from msc.passes.recompute.choice import Candidates, Choice, StageProgram
-from msc.passes.recompute.costs import again_cost
 from msc.passes.recompute.rewrite import saved_nodes
 from tests.passes.recompute.blocks import mlp, normed
 
@@ -24,7 +24,7 @@ REST = 10_000
 
 def program(found: Differentiated) -> StageProgram:
     block = Candidates("block", found.forward, tuple(saved_nodes(found)), 1)
-    return StageProgram([block], lambda node: again_cost(node, SETTINGS))
+    return StageProgram([block], lambda node: call_cost(node, SETTINGS))
 
 
 def everything(stage: StageProgram) -> int:
@@ -111,7 +111,7 @@ def test_a_named_policy_is_among_the_choices() -> None:
         node for node in found.forward.graph.nodes if node.target is torch.ops.aten.tanh.default
     }
     block = Candidates("block", found.forward, tuple(saved_nodes(found)), 1, (calls,))
-    stage = StageProgram([block], lambda node: again_cost(node, SETTINGS))
+    stage = StageProgram([block], lambda node: call_cost(node, SETTINGS))
     (named,) = stage.named()
     assert named.again["block"] == calls
 

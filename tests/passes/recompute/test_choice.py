@@ -11,10 +11,11 @@ from torch import fx
 
 from msc.ir.mesh import Mesh
 from msc.ir.torch_private import storage_key
+from msc.passes.call_cost import call_cost, is_view
 from msc.passes.compilation import Settings
 from msc.passes.differentiate import Differentiated
 from msc.passes.recompute.choice import Candidates, StageProgram
-from msc.passes.recompute.costs import again_cost, is_view, kept_bytes
+from msc.passes.recompute.kept_bytes import kept_bytes
 from msc.passes.recompute.rewrite import can_be_saved, recompute, recomputed, saved_nodes
 from tests.passes.recompute.blocks import mlp, normed
 
@@ -24,7 +25,7 @@ COPIES = 3
 
 
 def cost(node: fx.Node) -> float:
-    return again_cost(node, SETTINGS)
+    return call_cost(node, SETTINGS)
 
 
 def every_choice(found: Differentiated) -> Iterator[tuple[float, int]]:

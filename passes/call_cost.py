@@ -1,4 +1,4 @@
-"""What it costs to run a call of a block's forward again, and what it takes to keep its value."""
+"""The modelled cost of one call of a rank-local graph: its collective, or its FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from msc.passes.compilation import Settings
 from msc.passes.sharding.calls import is_call
 
 
-def again_cost(node: fx.Node, settings: Settings) -> float:
-    """Modelled cost of a call: its collective, or its FLOPs and memory traffic; 0 for a view."""
+def call_cost(node: fx.Node, settings: Settings) -> float:
+    """What a node costs, in the unit of `settings.cost`; views, items and waits cost nothing."""
     if not is_call(node) or node.target in WAITS or is_view(node):
         return 0.0
     operands = [tensors_of(o)[0] for o in operand_nodes(node) if tensors_of(o)]
@@ -32,13 +32,3 @@ def is_view(node: fx.Node) -> bool:
     """Whether all that a call yields lies in memory that was there before it."""
     before = {storage_key(t) for operand in node.all_input_nodes for t in tensors_of(operand)}
     return all(storage_key(tensor) in before for tensor in tensors_of(node))
-
-
-def kept_bytes(node: fx.Node) -> int:
-    """Bytes that keeping a value takes: of activations, made here or received; else nothing.
-
-    Parameters, inputs and what the prelude computed are there anyway.
-    """
-    if node.op == "placeholder" and node.meta.get("kind") != "value":
-        return 0
-    return sum(map(nbytes, tensors_of(node)))
