@@ -93,7 +93,12 @@ ClusterFile = Annotated[
 Memory = Annotated[
     int | None, typer.Option("--memory", help="Bytes that one rank may hold.", metavar="BYTES")
 ]
-
+OptimizerOption = Annotated[
+    Optimizer | None, typer.Option("--optimizer", help="Include the optimizer's step.")
+]
+Precision = Annotated[
+    DType | None, typer.Option("--precision", help="Convert parameters and inputs to this.")
+]
 RecomputeOption = Annotated[
     str,
     typer.Option(
@@ -166,12 +171,8 @@ def compile_command(
     microbatches: MicroBatches = 1,
     schedule: Schedule = "1f1b",
     virtual_stages: VirtualStages = None,
-    optimizer: Annotated[
-        Optimizer | None, typer.Option("--optimizer", help="Include the optimizer's step.")
-    ] = None,
-    precision: Annotated[
-        DType | None, typer.Option("--precision", help="Convert parameters and inputs to this.")
-    ] = None,
+    optimizer: OptimizerOption = None,
+    precision: Precision = None,
     cluster: ClusterFile = None,
     memory: Memory = None,
     recompute: RecomputeOption = "none",
@@ -195,11 +196,11 @@ def compile_command(
             microbatches=microbatches,
             schedule=schedule,
             virtual_stages=virtual_stages,
-            optimizer=None if optimizer is None else _OPTIMIZERS[optimizer](),
-            precision=None if precision is None else precision.value,
+            optimizer=optimizer,
+            precision=precision,
             cluster=cluster,
             memory=memory,
-            recompute=_recompute(recompute),
+            recompute=recompute,
             plan=plan,
         )
         if save_plan is not None:
@@ -261,12 +262,8 @@ def simulate(
     microbatches: MicroBatches = 1,
     schedule: Schedule = "1f1b",
     virtual_stages: VirtualStages = None,
-    optimizer: Annotated[
-        Optimizer | None, typer.Option("--optimizer", help="Include the optimizer's step.")
-    ] = None,
-    precision: Annotated[
-        DType | None, typer.Option("--precision", help="Convert parameters and inputs to this.")
-    ] = None,
+    optimizer: OptimizerOption = None,
+    precision: Precision = None,
     recompute: RecomputeOption = "none",
     plan: PlanFile = None,
     pins: PinsFile = None,
@@ -284,10 +281,10 @@ def simulate(
             microbatches=microbatches,
             schedule=schedule,
             virtual_stages=virtual_stages,
-            optimizer=None if optimizer is None else _OPTIMIZERS[optimizer](),
-            precision=None if precision is None else precision.value,
+            optimizer=optimizer,
+            precision=precision,
             cluster=cluster,
-            recompute=_recompute(recompute),
+            recompute=recompute,
             plan=plan,
         )
         result = program.simulate(cluster)
@@ -303,11 +300,26 @@ def simulate(
     raise typer.Exit(_guarded(action, as_json=False))
 
 
-def _compiled(target: str, pins: Path | None, **options: Any) -> msc.program.Program:
+def _compiled(
+    target: str,
+    pins: Path | None,
+    *,
+    optimizer: Optimizer | None = None,
+    precision: DType | None = None,
+    recompute: str = "none",
+    **options: Any,
+) -> msc.program.Program:
     """Compile what a target builds; `options` are those of `msc.compile`."""
     built = load_target(target)
     return msc.compile(
-        built.model, built.inputs, loss_fn=built.loss_fn, pins=load_pins(pins), **options
+        built.model,
+        built.inputs,
+        loss_fn=built.loss_fn,
+        pins=load_pins(pins),
+        optimizer=None if optimizer is None else _OPTIMIZERS[optimizer](),
+        precision=None if precision is None else precision.value,
+        recompute=_recompute(recompute),
+        **options,
     )
 
 

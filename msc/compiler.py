@@ -104,17 +104,27 @@ def compile(
         PlanError: mesh, batch, schedule, memory, pins or plan do not fit; says what to change.
     """
     check_schedule(schedule, virtual_stages)
-    optimizer = as_optimizer(optimizer, model)
-    settings = _settings(mesh, microbatches, optimizer, cluster, memory)
-    settings = replace(settings, schedule=schedule, virtual_stages=virtual_stages)
+    _require_count(microbatches)
+    _require_bytes(memory)
     _check_backend(backend)
+    optimizer = as_optimizer(optimizer, model)
     dtype, master = _dtype(precision)
-    settings = replace(settings, master=master)
     pipeline = TRAIN.with_user_passes(passes or {})
+    settings = Settings(
+        Mesh.parse(mesh),
+        micro_batches=microbatches,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        optimizer=optimizer,
+        master=master,
+        cost=CostModel(None if cluster is None else Cluster.load(cluster)),
+        memory=memory,
+        plan=None if plan is None else Plan.load(plan),
+        rewrites=as_rewrites(rewrites),
+        recompute=as_recompute(recompute),
+        measure=MemoryPredictor().bytes,
+    )
     wanted = parse_pins(pins, settings.mesh)
-    settings = replace(settings, plan=None if plan is None else Plan.load(plan))
-    settings = replace(settings, rewrites=as_rewrites(rewrites))
-    settings = replace(settings, recompute=as_recompute(recompute), measure=MemoryPredictor().bytes)
     started = time.process_time()
     captured = capture(model, inputs, loss_fn=loss_fn, batch_dims=batch_dims, dtype=dtype)
     seconds = time.process_time() - started
@@ -174,24 +184,9 @@ def compile(
     return program
 
 
-def _settings(
-    mesh: Any,
-    microbatches: int,
-    optimizer: Optimizer | None,
-    cluster: Any,
-    memory: float | None,
-) -> Settings:
+def _require_count(microbatches: Any) -> None:
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise PlanError(f"microbatches is {microbatches!r}; it is a whole number of at least 1.")
-    _require_bytes(memory)
-    cost = CostModel(None if cluster is None else Cluster.load(cluster))
-    return Settings(
-        Mesh.parse(mesh),
-        micro_batches=microbatches,
-        optimizer=optimizer,
-        cost=cost,
-        memory=memory,
-    )
 
 
 def as_rewrites(given: Any) -> tuple[Rewrite, ...]:
@@ -204,7 +199,7 @@ def as_rewrites(given: Any) -> tuple[Rewrite, ...]:
     return tuple(given)
 
 
-def _require_bytes(memory: float | None) -> None:
+def _require_bytes(memory: Any) -> None:
     if memory is None:
         return
     if not isinstance(memory, (int, float)) or isinstance(memory, bool) or not memory > 0:

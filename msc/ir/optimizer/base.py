@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
@@ -19,7 +20,7 @@ _COMMON = ("max_norm", "skip_nonfinite", "groups")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(ABC):
     """The base of all optimizers.
 
     A subclass is a frozen dataclass with a field for each hyperparameter, `lr` among them. It sets
@@ -51,7 +52,6 @@ class Optimizer:
             holds, rule = _RULES[field.name]
             if not holds(value):
                 raise PlanError(f"{self.name}: {field.name} is {value!r}; {rule}.")
-        self.check()
         for group in self.groups:
             self._with(group)
 
@@ -61,22 +61,19 @@ class Optimizer:
         return type(self).__name__
 
     @property
+    @abstractmethod
     def lr(self) -> float | LearningRate:
         """The step size, or how it changes from step to step."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def state_names(self) -> tuple[str, ...]:
         """What is kept of each parameter between steps: tensors of its shape, zero at first."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def arguments(self) -> tuple[Any, ...]:
         """The hyperparameters that the actions take besides the learning rate, in order."""
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Raise `PlanError` for hyperparameters that do not go together."""
 
     @property
     def skips(self) -> bool:

@@ -29,7 +29,8 @@ class SGD(Optimizer):
     weight_decay: float = 0.0
     nesterov: bool = False
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise PlanError(
                 f"SGD: nesterov needs momentum above 0 and dampening 0; they are {self.momentum!r} "
