@@ -28,8 +28,8 @@ from msc.ir.structure import placeholders
 from msc.ir.torch_private import lazy_graph_module
 from msc.passes.chunks import Chunk, Key
 from msc.passes.compilation import Compilation, Variant
-from msc.passes.gradient_buckets import buckets
 from msc.passes.optimizer_step import OptimizerStep, state_keys
+from msc.passes.reduce_gradients import reduce_gradients
 from msc.passes.schedules.messages import receiver
 from msc.passes.schedules.stages import Step
 
@@ -107,7 +107,8 @@ class _Builder:
                 self._weight_backward(step)
         for token in self.sent.values():
             self._act(actions.wait, token)
-        gradients = self._reduce_gradients()
+        gradients = self._summed_gradients()
+        reduce_gradients(self._act, self.unit, self.chunks, gradients)
         output: dict[str, Any] = {
             "loss": self._reduce_loss(),
             "gradients": tuple(gradients.values()),
@@ -384,30 +385,6 @@ class _Builder:
 
     # -- the end of the step
 
-    def _reduce_gradients(self) -> dict[str, fx.Node]:
-        gradients = self._summed_gradients()
-        limit = self.settings.bucket_bytes
-        first: dict[tuple[str, int], list[str]] = {}
-        tied: dict[str, list[str]] = {}
-        for name in gradients:
-            states = self.unit.parameter_states[name]
-            axes = [a for a, s in states.items() if a != "mb" and isinstance(s.grad, Partial)]
-            if axes:
-                # by chunk: one whose backwards are over need not wait for another
-                chunk = next((c.index for c in self.chunks if name in c.parameter_gradients), -1)
-                first.setdefault((",".join(axes), chunk), []).append(name)
-            stages = self.unit.stages_of[name]
-            if len(stages) > 1:
-                tied.setdefault(f"pp[{','.join(map(str, stages))}]", []).append(name)
-        for (group, _), members in first.items():
-            for bucket in buckets(members, gradients, limit):
-                self._all_reduce(group, bucket, gradients)
-        # stages read tied weights in different orders; what they reduce together has one order
-        for group, members in sorted(tied.items()):
-            for bucket in buckets(sorted(members), gradients, limit):
-                self._all_reduce(group, bucket, gradients)
-        return gradients
-
     def _summed_gradients(self) -> dict[str, fx.Node]:
         """Gradients over micro-batches and chunks; zero where only another stage has one."""
         gradients = {}
@@ -430,19 +407,6 @@ class _Builder:
 
     def _add(self, left: fx.Node, right: fx.Node) -> fx.Node:
         return self._act(aten.add.Tensor, left, right, val=left.meta["val"])
-
-    def _all_reduce(self, group: str, names: list[str], gradients: dict[str, fx.Node]) -> None:
-        values = [gradients[name].meta["val"] for name in names]
-        with self.unit.fake_mode:
-            val = torch.empty(sum(v.numel() for v in values), dtype=values[0].dtype)
-        nodes = [gradients[name] for name in names]
-        flat = self._act(actions.flatten, nodes, val=val)
-        start = self._act(c10d.all_reduce.default, flat, "sum", group, val=val)
-        done = self._act(c10d.wait_tensor.default, start, val=val)
-        shapes = [tuple(v.shape) for v in values]
-        split = self._act(actions.unflatten, done, shapes, val=tuple(values))
-        for index, name in enumerate(names):
-            gradients[name] = self._pick(split, index)
 
     def _reduce_loss(self) -> fx.Node:
         """The loss of the step, on every rank."""
