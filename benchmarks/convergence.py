@@ -2,6 +2,7 @@
 
     python benchmarks/convergence.py            # tables; results/convergence.{json,png}
     python benchmarks/convergence.py --sweep    # final losses against peak learning rates, one seed
+    python benchmarks/convergence.py --resume   # keep the runs that the JSON has already
 
 A byte-level GPT trains on the source text of Python's standard library, all variants on the same
 windows of text in the same order: as it is, with the parallel block, with sliding windows, with 4
@@ -18,7 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,10 +128,10 @@ def train_apart(run: tuple[Variant, int], tokens: int) -> Result:
     return found
 
 
-def train_all(runs: Sequence[tuple[Variant, int]], tokens: int) -> list[Result]:
-    """Every run, as many at a time as there are cores."""
+def train_all(runs: Sequence[tuple[Variant, int]], tokens: int) -> Iterator[Result]:
+    """Every run, in order, as many at a time as there are cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda run: train_apart(run, tokens), runs))
+        yield from pool.map(lambda run: train_apart(run, tokens), runs)
 
 
 @dataclass(frozen=True)
@@ -223,11 +224,24 @@ def sweep(tokens: int) -> None:
         print(f"{variant['name']:18} lr {variant['lr']:<8g} {found['losses'][-1]:.4f}")
 
 
+def _kept(file: Path, facts: Result) -> list[Result]:
+    """The results in a file that was written for the same text, model and number of tokens."""
+    if not file.exists():
+        return []
+    found: Result = json.loads(file.read_text())
+    results: list[Result] = found.pop("results")
+    same = {name: value for name, value in found.items() if name != "hardware"}
+    if same != {name: value for name, value in facts.items() if name != "hardware"}:
+        raise SystemExit(f"{file} is of another model or text: run without --resume")
+    return results
+
+
 def main() -> int:
     """Train, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--one", help="print one run, given as JSON, as JSON")
     parser.add_argument("--sweep", action="store_true", help="learning rates instead of curves")
+    parser.add_argument("--resume", action="store_true", help="go on where a run was stopped")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="that a run trains on")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON and PNG")
     options = parser.parse_args()
@@ -238,18 +252,26 @@ def main() -> int:
     if options.sweep:
         sweep(options.tokens)
         return 0
-    runs = [(variant, seed) for seed in SEEDS for variant in VARIANTS]
-    results = train_all(runs, options.tokens)
-    print(table(results))
     options.out.mkdir(parents=True, exist_ok=True)
-    facts = {
+    file = options.out / "convergence.json"
+    facts: Result = {
         "model": asdict(CONFIG),
         "window": WINDOW,
+        "tokens": options.tokens,
         "text_bytes": len(text()),
         "hardware": hardware(),
-        "results": results,
     }
-    (options.out / "convergence.json").write_text(json.dumps(facts, indent=1) + "\n")
+    runs = [(variant, seed) for seed in SEEDS for variant in VARIANTS]
+    results = [
+        each
+        for each in (_kept(file, facts) if options.resume else [])
+        if (Variant(**each["variant"]), each["seed"]) in runs
+    ]
+    ended = [(Variant(**each["variant"]), each["seed"]) for each in results]
+    for each in train_all([run for run in runs if run not in ended], options.tokens):
+        results.append(each)
+        file.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    print(table(results))
     draw(results, options.out / "convergence.png")
     return 0
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import msc.ir.ops  # noqa: F401  registers the ops
-from msc.runtime.adam import adamw
+from msc.runtime.adam import adam
 
 OPS = torch.ops.msc
 ATEN = torch.ops.aten
@@ -282,8 +282,8 @@ def optimizer_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Ca
 
     def step() -> Any:
         # in place: only the first of the steps is compared
-        rest = (torch.tensor(3), 1e-3, (0.9, 0.999), 1e-8, 0.1)
-        parameters, (first, _) = adamw(p, g, (m, v), *rest)
+        rest = (torch.tensor(3), 1e-3, (0.9, 0.999), 1e-8, 0.1, True)
+        parameters, (first, _) = adam(p, g, (m, v), *rest)
         return [parameters[0][: 2**20].clone(), first[0][: 2**20].clone()]
 
     moved = sum(_bytes(x) for x in (*p, *g, *p, *m, *m, *v, *v))

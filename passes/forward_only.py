@@ -6,7 +6,7 @@ Batch norm uses its running statistics, and no buffer changes.
     %s = send(%f0[0])                            %s = send(%f0[0])
     %t = recv(..)   a gradient             ->    wait(%s)
     %b0 = chunk0_backward(..)                    return {'loss': ..}
-    %p = adamw(..)
+    %p = adam(..)
     return {'loss': .., 'parameters': %p}
 
 Numerics: the loss is kept bit for bit where the model has no dropout; dropout becomes the identity.

@@ -8,7 +8,7 @@
     %skipped = add(%skipped_before, %skip)
     %t = sub(%step, %skipped_before)               steps that changed something, and this one
     %lr = learning_rate(%t, ..)
-    %p = adamw(.., %t, %lr, .., %scale, %skip)     one for each set of hyperparameters
+    %p = adam(.., %t, %lr, .., %scale, %skip)      one for each set of hyperparameters
 
 An optimizer that needs sums over whole parameters (`Optimizer.sums`) has two actions, with one
 all-reduce between them for all parameters:

@@ -5,7 +5,7 @@
     %b0 = chunk0_backward(..)
     %g = accumulate(None, %b0[1])              gradients summed over micro-batches
     %r = all_reduce(flatten(%g), 'dp')         reduced once, over every axis that owes it
-    %p = adamw(..)                             the optimizer's actions
+    %p = adam(..)                              the optimizer's actions
 
 Ranks that differ only on dp, or on tp where their shards have equal shapes, run the same graph;
 their coordinates are nodes.

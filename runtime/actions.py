@@ -11,7 +11,7 @@ from msc.ir.errors import InputError
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer.learning_rate import LearningRate, Phase
 from msc.ir.torch_private import add_each, add_each_
-from msc.runtime.adam import adam, adamw
+from msc.runtime.adam import adam
 from msc.runtime.lamb import lamb, lamb_sums
 from msc.runtime.sgd import sgd
 
@@ -96,7 +96,6 @@ class LocalActions:
         """The rate of a step, 0-dim float64 on the device of `step`."""
         return LearningRate(tuple(phases), held).at(step)
 
-    adamw = staticmethod(adamw)
     adam = staticmethod(adam)
     sgd = staticmethod(sgd)
     lamb_sums = staticmethod(lamb_sums)

@@ -11,27 +11,6 @@ from msc.ir.torch_private import fused_adam_
 from msc.runtime.gradients import Stepped, kernel_flag, kernel_rate, step_in_pieces
 
 
-def adamw(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    states: Sequence[Sequence[Tensor]],
-    step: Tensor,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    scale: Tensor | None = None,
-    skip: Tensor | None = None,
-) -> Stepped:
-    """One AdamW step in place; `states` are the first and the second moments.
-
-    Equal to `torch.optim.AdamW`; as there, a parameter without gradient keeps its value. The step
-    is taken in the dtype of the moments; a parameter of a lower precision is rounded at its end.
-    """
-    hyper = (betas, eps, weight_decay)
-    return _step(parameters, gradients, states, step, lr, hyper, scale, skip, decoupled=True)
-
-
 def adam(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
@@ -41,28 +20,17 @@ def adam(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    decoupled: bool,
     scale: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> Stepped:
-    """One Adam step in place, as `adamw` but with coupled decay: equal to `torch.optim.Adam`."""
-    hyper = (betas, eps, weight_decay)
-    return _step(parameters, gradients, states, step, lr, hyper, scale, skip, decoupled=False)
+    """One step in place; `states` are the first and the second moments.
 
-
-def _step(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    states: Sequence[Sequence[Tensor]],
-    step: Tensor,
-    lr: float | Tensor,
-    hyper: tuple[tuple[float, float], float, float],
-    scale: Tensor | None,
-    skip: Tensor | None,
-    *,
-    decoupled: bool,
-) -> Stepped:
+    Equal to `torch.optim.AdamW` where the decay is decoupled, or else to `torch.optim.Adam`; as
+    there, a parameter without gradient keeps its value. The step is taken in the dtype of the
+    moments; a parameter of a lower precision is rounded at its end.
+    """
     first, second = states
-    betas, eps, weight_decay = hyper
 
     def kernel(indices: list[int], values: list[Tensor], moved: list[Tensor]) -> None:
         device = values[0].device

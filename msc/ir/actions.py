@@ -118,23 +118,6 @@ def learning_rate(step: Any, phases: Sequence[tuple[Any, ...]], held: float) -> 
 
 
 @_update
-def adamw(
-    parameters: Sequence[Any],
-    gradients: Sequence[Any],
-    states: Sequence[Sequence[Any]],
-    step: Any,
-    lr: Any,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    scale: Any = None,
-    skip: Any = None,
-) -> Any:
-    """A step of AdamW (Loshchilov and Hutter, ICLR 2019), as `torch.optim.AdamW`; two moments."""
-    return _executed_only("adamw")
-
-
-@_update
 def adam(
     parameters: Sequence[Any],
     gradients: Sequence[Any],
@@ -144,10 +127,15 @@ def adam(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    decoupled: bool,
     scale: Any = None,
     skip: Any = None,
 ) -> Any:
-    """A step of Adam (Kingma and Ba, ICLR 2015), as `torch.optim.Adam`; two moments."""
+    """A step of Adam (Kingma and Ba, ICLR 2015), as `torch.optim.Adam`; two moments.
+
+    decoupled: the weight decay is AdamW's (Loshchilov and Hutter, ICLR 2019), as of
+    `torch.optim.AdamW`.
+    """
     return _executed_only("adam")
 
 

@@ -77,7 +77,7 @@ def test_the_types_say_what_is_in_which_precision(mesh: str) -> None:
         reduced = graph.graph.find_nodes(op="call_function", target=REDUCE)
         assert {n.meta["val"].dtype for n in reduced} <= {torch.float32, torch.float64}
         assert bool(reduced) == (mesh != "")
-        (step,) = [n for n in graph.graph.nodes if n.target is actions.adamw]
+        (step,) = [n for n in graph.graph.nodes if n.target is actions.adam]
         gradients: Any = step.args[1]
         assert {n.meta["val"].dtype for n in gradients} == {torch.float32}
         converted = [n for n in graph.graph.nodes if n.target is torch.ops.aten.to.dtype]

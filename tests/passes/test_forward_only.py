@@ -73,7 +73,7 @@ def test_no_backward_no_optimizer_no_dropout() -> None:
         found = forward_only(graph)
         calls = [node.target for node in found.graph.nodes if node.op == "call_module"]
         assert [t for t in calls if t != "prologue"] == [f"chunk{stage}_forward"]
-        assert not {dropout, actions.adamw} & set(targets(found))
+        assert not {dropout, actions.adam} & set(targets(found))
         kinds = {n.meta["kind"] for n in found.graph.find_nodes(op="placeholder")}
         assert not kinds & {"optimizer", "step"}
     model.double().eval()

@@ -271,12 +271,12 @@ def test_inputs_are_those_that_the_stage_reads() -> None:
 
 def test_the_optimizer_sees_reduced_gradients() -> None:
     (gm,) = built(layers(2), "dp=2", optimizer=AdamW(lr=0.5, weight_decay=0.0)).rank_graphs
-    (node,) = [n for n in gm.graph.nodes if n.target is actions.adamw]
+    (node,) = [n for n in gm.graph.nodes if n.target is actions.adam]
     parameters, gradients, moments, step, lr, *rest = node.args
     assert [n.meta["name"] for n in parameters] == gm.meta["gradients"]
     result = gm.graph.output_node().args[0]
     assert isinstance(result, dict)
     assert tuple(gradients) == result["gradients"]
     assert [n.args[0].target for n in gradients] == [actions.unflatten] * len(gradients)
-    assert (step.meta["kind"], lr, rest) == ("step", 0.5, [(0.9, 0.999), 1e-8, 0.0])
+    assert (step.meta["kind"], lr, rest) == ("step", 0.5, [(0.9, 0.999), 1e-8, 0.0, True])
     assert [len(moment) for moment in moments] == [len(gradients)] * 2
