@@ -122,7 +122,7 @@ def train_apart(run: tuple[Variant, int], tokens: int) -> Result:
     given = json.dumps({"variant": asdict(variant), "seed": seed, "tokens": tokens})
     command = [sys.executable, __file__, "--one", given]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     found: Result = json.loads(done.stdout.splitlines()[-1])
     print(f"{variant.name}, seed {seed}: {found['losses'][-1]:.4f}", file=sys.stderr)
     return found

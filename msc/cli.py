@@ -83,6 +83,12 @@ Schedule = Annotated[
 VirtualStages = Annotated[
     int | None, typer.Option("--virtual-stages", help="Chunks of layers per rank of pp.")
 ]
+Zero = Annotated[
+    int, typer.Option("--zero", help="What dp ranks split: 0 to 3.", metavar="0|1|2|3")
+]
+ShardGroup = Annotated[
+    int | None, typer.Option("--shard-group", help="How many neighbours on dp split it.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 ClusterFile = Annotated[
     Path | None,
@@ -126,6 +132,8 @@ def verify(
     microbatches: MicroBatches = 1,
     schedule: Schedule = "1f1b",
     virtual_stages: VirtualStages = None,
+    zero: Zero = 0,
+    shard_group: ShardGroup = None,
     dtype: Annotated[
         DType | None, typer.Option("--dtype", help="Compare in this dtype; float64 is exact.")
     ] = None,
@@ -146,6 +154,8 @@ def verify(
             microbatches=microbatches,
             schedule=schedule,
             virtual_stages=virtual_stages,
+            zero=zero,
+            shard_group=shard_group,
             precision=None if dtype is None else dtype.value,
             recompute=_recompute(recompute),
             plan=plan,
@@ -171,6 +181,8 @@ def compile_command(
     microbatches: MicroBatches = 1,
     schedule: Schedule = "1f1b",
     virtual_stages: VirtualStages = None,
+    zero: Zero = 0,
+    shard_group: ShardGroup = None,
     optimizer: OptimizerOption = None,
     precision: Precision = None,
     cluster: ClusterFile = None,
@@ -196,6 +208,8 @@ def compile_command(
             microbatches=microbatches,
             schedule=schedule,
             virtual_stages=virtual_stages,
+            zero=zero,
+            shard_group=shard_group,
             optimizer=optimizer,
             precision=precision,
             cluster=cluster,
@@ -262,6 +276,8 @@ def simulate(
     microbatches: MicroBatches = 1,
     schedule: Schedule = "1f1b",
     virtual_stages: VirtualStages = None,
+    zero: Zero = 0,
+    shard_group: ShardGroup = None,
     optimizer: OptimizerOption = None,
     precision: Precision = None,
     recompute: RecomputeOption = "none",
@@ -281,6 +297,8 @@ def simulate(
             microbatches=microbatches,
             schedule=schedule,
             virtual_stages=virtual_stages,
+            zero=zero,
+            shard_group=shard_group,
             optimizer=optimizer,
             precision=precision,
             cluster=cluster,

@@ -61,6 +61,8 @@ def compile(
     plan: Plan | str | Path | None = None,
     rewrites: Sequence[Rewrite] = (),
     recompute: str | MemoryBudget = "none",
+    zero: int = 0,
+    shard_group: int | None = None,
 ) -> Program:
     """Compile a single-device model into one program per rank of `mesh`.
 
@@ -98,12 +100,18 @@ def compile(
             stage it can need as much memory as "selective"; or `msc.MemoryBudget(bytes)`: the
             cheapest choice found that keeps every rank within so many bytes. `memory` is checked
             after it.
+        zero: what dp ranks split instead of each holding it (Rajbhandari et al., SC 2020): 1 the
+            optimizer's state and, between steps, the parameters; 2 sums of gradients too; 3 also
+            the parameters, which are gathered block by block for each use.
+        shard_group: how many neighbours on dp split it, each group a replica of the others; a
+            divisor of dp. None: all of dp.
 
     Raises:
         CaptureError: the model is not one graph; names the user's line.
         PlanError: mesh, batch, schedule, memory, pins or plan do not fit; says what to change.
     """
     check_schedule(schedule, virtual_stages)
+    _check_zero(zero, shard_group, Mesh.parse(mesh))
     _require_count(microbatches)
     _require_bytes(memory)
     _check_backend(backend)
@@ -123,6 +131,8 @@ def compile(
         rewrites=as_rewrites(rewrites),
         recompute=as_recompute(recompute),
         measure=MemoryPredictor().bytes,
+        zero=zero,
+        shard_group=shard_group,
     )
     wanted = parse_pins(pins, settings.mesh)
     started = time.process_time()
@@ -187,6 +197,26 @@ def compile(
 def _require_count(microbatches: Any) -> None:
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise PlanError(f"microbatches is {microbatches!r}; it is a whole number of at least 1.")
+
+
+def _check_zero(zero: Any, shard_group: Any, mesh: Mesh) -> None:
+    if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
+        raise PlanError(f"zero is {zero!r}; it is 0, 1, 2 or 3.")
+    if shard_group is None:
+        return
+    if not isinstance(shard_group, int) or isinstance(shard_group, bool) or shard_group < 1:
+        raise PlanError(f"shard_group is {shard_group!r}; it is a whole number of ranks of dp.")
+    if zero == 0:
+        raise PlanError(
+            f"shard_group={shard_group} says how many dp ranks split what zero= names, and zero is "
+            "0, so nothing is split. Give zero=1, 2 or 3, or leave shard_group out."
+        )
+    dp = mesh.axis_size("dp")
+    if dp % shard_group:
+        raise PlanError(
+            f"shard_group={shard_group} does not divide dp={dp}: groups of neighbours on dp must "
+            f"be equal. Use one of {', '.join(str(n) for n in range(1, dp + 1) if dp % n == 0)}."
+        )
 
 
 def as_rewrites(given: Any) -> tuple[Rewrite, ...]:
@@ -318,6 +348,7 @@ def _parameters(captured: Captured, unit: Compilation) -> dict[str, ParameterLay
             info.aliases,
             shards,
             tuple(unit.stages_of.get(name, ())),
+            unit.data_shards.get(name),
         )
     return layouts
 

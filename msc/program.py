@@ -28,7 +28,7 @@ from msc.runtime.memory.predict import MemoryPredictor
 from msc.runtime.simulate import RankClass, SimulationResult, simulate
 from msc.runtime.state import RankState
 from msc.runtime.virtual import VirtualExecutor
-from msc.saved_tensors import SavedTensors, held_indices
+from msc.saved_tensors import SavedTensors
 from msc.step_result import StepResult, put_together
 
 if TYPE_CHECKING:
@@ -280,8 +280,8 @@ class Program:
             return self._cast(self._source.shard(layout, self.mesh, rank), "parameter")
         if self._is_drawn("parameter", layout.name):
             assert self.recipe is not None
-            held = held_indices(layout, self.mesh, rank)
-            return self._cast(self.recipe.part(layout.name, held), "parameter")
+            part = self.recipe.part(layout.name, layout.held_indices(self.mesh, rank))
+            return self._cast(layout.padded(part, self.mesh, rank), "parameter")
         return layout.local(self.read_parameter(layout.name), self.mesh, rank)
 
     def _is_drawn(self, kind: str, name: str) -> bool:

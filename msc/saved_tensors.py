@@ -14,7 +14,6 @@ from torch import Tensor
 from msc.ir.errors import UserError
 from msc.ir.layout import ParameterLayout
 from msc.ir.mesh import Mesh
-from msc.ir.placement import shard_of
 
 Run = tuple[int, int]
 """First index and one past the last."""
@@ -59,26 +58,13 @@ class SavedTensors(Mapping[str, Tensor]):
         if layout.name not in self._names:
             raise KeyError(layout.name)
         view = self._file.get_slice(layout.name)
-        part = read_runs(view, index_runs(layout, mesh, rank))
+        part = layout.padded(read_runs(view, index_runs(layout, mesh, rank)), mesh, rank)
         return part.clone(memory_format=torch.contiguous_format)
 
 
 def index_runs(layout: ParameterLayout, mesh: Mesh, rank: int) -> list[list[Run]]:
     """For each dim the indices of the whole parameter that `rank` holds, in its order."""
-    return [_runs(indices) for indices in held_indices(layout, mesh, rank)]
-
-
-def held_indices(layout: ParameterLayout, mesh: Mesh, rank: int) -> list[Tensor]:
-    """As `index_runs`, every index by itself."""
-    coordinate = mesh.coordinate(rank)
-    held = [torch.arange(length) for length in layout.shape]
-    for axis, placement in layout.shards.items():
-        shape = [-1 if dim == placement.dim else 1 for dim in range(len(held))]
-        part = shard_of(
-            held[placement.dim].view(shape), placement, mesh.axis_size(axis), coordinate[axis]
-        )
-        held[placement.dim] = part.reshape(-1)
-    return held
+    return [_runs(indices) for indices in layout.held_indices(mesh, rank)]
 
 
 def read_runs(view: Any, runs: Sequence[Sequence[Run]]) -> Tensor:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from msc.capture.inputs import InputInfo, InputSpec
 from msc.initialization import recipe_from_json
+from msc.ir.data_shard import DataShard
 from msc.ir.dump import make_folder
 from msc.ir.encoding import Decoder, encode
 from msc.ir.errors import UserError
@@ -213,6 +214,7 @@ def _parameter_data(layout: ParameterLayout) -> dict[str, Any]:
         "aliases": list(layout.aliases),
         "shards": {axis: encode(shard) for axis, shard in layout.shards.items()},
         "stages": list(layout.stages),
+        "data": None if layout.data is None else [layout.data.dim, layout.data.parts],
     }
 
 
@@ -269,6 +271,7 @@ def _parameter(data: Mapping[str, Any]) -> ParameterLayout:
         aliases=tuple(data["aliases"]),
         shards={axis: _decode(shard) for axis, shard in data["shards"].items()},
         stages=tuple(data["stages"]),
+        data=None if data["data"] is None else DataShard(*data["data"]),
     )
 
 

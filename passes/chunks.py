@@ -29,6 +29,7 @@ from msc.ir.structure import Instance, Source, output_nodes, placeholders
 from msc.ir.torch_private import lazy_graph_module
 from msc.passes.differentiate import Differentiated
 from msc.passes.halves import Halves
+from msc.passes.schedules.stages import Kind
 
 aten = torch.ops.aten
 Key = tuple[int, int]
@@ -85,7 +86,12 @@ class Prelude:
 
 @dataclass
 class Chunk:
-    """One chunk's graphs and what they read and yield, in the order of their placeholders."""
+    """One chunk's graphs and what they read and yield, in the order of their placeholders.
+
+    values: of its parameters, as fake tensors: all that dp ranks hold together.
+    whole: of graphs that gather parameters, which they are given whole. reduced: parameters whose
+    gradients the backward reduces itself; not_reduced: the others, where there are such.
+    """
 
     index: int
     stage: int
@@ -93,6 +99,7 @@ class Chunk:
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     parameters: list[str]
+    values: dict[str, torch.Tensor]
     others: list[tuple[str, str]]  # (kind, name) of buffers, inputs, rng, step values, coordinates
     received: list[Key]
     sent: list[Key]
@@ -103,6 +110,9 @@ class Chunk:
     parameter_gradients: list[str] = field(default_factory=list)
     weight_backward: fx.GraphModule | None = None
     weight_saved: list[int] = field(default_factory=list)  # numbers of the saved values it reads
+    whole: dict[Kind, tuple[str, ...]] = field(default_factory=dict)
+    reduced: tuple[str, ...] = ()
+    not_reduced: tuple[str, ...] = ()
 
 
 class _Later(NamedTuple):
@@ -172,6 +182,7 @@ class ChunkBuilder:
             forward,
             None,
             self.parameters,
+            {name: self.parameter_meta[name]["val"] for name in self.parameters},
             others,
             self.received,
             self.sent,

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from msc.cost import CostModel
+from msc.ir.data_shard import DataShard
 from msc.ir.layout import rank_class
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import Optimizer
@@ -39,7 +40,8 @@ class Settings:
     placements to apply instead of searching; rewrites: changes of the mathematics, in order;
     recompute: what of the activations is recomputed in the backward; measure: the predicted bytes
     of a rank graph, for a budget (the passes do not see the code generator, whose work it models);
-    optimizers: of the parameters that are in a group, its hyperparameters.
+    optimizers: of the parameters that are in a group, its hyperparameters; zero: what is split over
+    dp: 1 optimizer state, 2 gradients too, 3 parameters too; shard_group: among so many neighbours.
     """
 
     mesh: Mesh
@@ -51,6 +53,8 @@ class Settings:
     master: torch.dtype | None = None  # of parameters, where the chunks compute in a lower one
     cost: CostModel = field(default_factory=CostModel)
     bucket_bytes: int = 25 * 2**20
+    zero: int = 0
+    shard_group: int | None = None  # None: all of dp
     memory: float | None = None
     separable: bool = True
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
@@ -64,6 +68,25 @@ class Settings:
         """The hyperparameters of one parameter."""
         assert self.optimizer is not None
         return self.optimizers.get(name) or self.optimizer.plain()
+
+    @property
+    def data_parts(self) -> int:
+        """Ranks of dp that share optimizer state, and with it gradients and parameters."""
+        if self.zero == 0:
+            return 1
+        return self.shard_group or self.mesh.axis_size("dp")
+
+    @property
+    def data_group(self) -> str:
+        """The group of the ranks that share."""
+        whole = self.data_parts == self.mesh.axis_size("dp")
+        return "dp" if whole else f"dp/{self.data_parts}"
+
+    @property
+    def replica_group(self) -> str | None:
+        """The group of the ranks of dp that hold the same shards, None if there is one only."""
+        whole = self.data_parts == self.mesh.axis_size("dp")
+        return None if whole else f"dp%{self.data_parts}"
 
     @property
     def batch_axes(self) -> tuple[Axis, ...]:
@@ -126,6 +149,7 @@ class Compilation(Unit):
     schedule: Schedule
     stages_of: dict[str, list[int]]
     input_shapes: dict[str, tuple[int, ...]]
+    data_shards: dict[str, DataShard]
     rank_graphs: list[fx.GraphModule]
 
     def __init__(self, forward: fx.GraphModule, settings: Settings, fake_mode: Any) -> None:
@@ -144,6 +168,7 @@ class Compilation(Unit):
         self.findings: list[Finding] = []
         self.stages_of = {}
         self.input_shapes = {}
+        self.data_shards = {}
         self.rank_graphs = []
 
     def texts(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ Numerics: the loss is kept bit for bit where the model has no dropout; dropout b
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from msc.ir import actions
 from msc.ir.communication import subgraph
 
 aten = torch.ops.aten
+
+_CHUNK_FORWARD = re.compile(r"chunk\d+_forward")
 
 
 def forward_only(rank_graph: fx.GraphModule) -> fx.GraphModule:
@@ -65,7 +68,7 @@ def _loss(rank_graph: fx.GraphModule) -> fx.Node:
 
 def _is_forward(node: fx.Node) -> bool:
     """Whether a call runs the forward graph of a chunk (see `build_rank_graph`)."""
-    return node.op == "call_module" and str(node.target).endswith("_forward")
+    return node.op == "call_module" and _CHUNK_FORWARD.fullmatch(str(node.target)) is not None
 
 
 def _is_backward(node: fx.Node) -> bool:

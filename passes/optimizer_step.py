@@ -56,8 +56,8 @@ def state_keys(settings: Settings, names: Sequence[str]) -> list[str]:
 class OptimizerStep:
     """Appends the optimizer's step to a rank graph.
 
-    parameters: by name; gradients: of those that this rank trains, of the whole batch, so that dp
-    ranks agree; states: by `state_keys`; step: counts steps from 1; skipped: how many before this
+    parameters: by name; gradients: of those that this rank trains, of the whole batch, for what it
+    holds of each; states: by `state_keys`; step: counts steps from 1; skipped: how many before this
     one were skipped, None if none ever is.
 
     changed, kept: names of the parameters, and keys of the states, in the order of the outputs.
@@ -104,13 +104,15 @@ class OptimizerStep:
 
     def _norm(self) -> fx.Node:
         """The global norm of the gradients: 0-dim float64."""
+        axes = [axis for axis in ("pp", "tp") if self.unit.settings.mesh.axis_size(axis) > 1]
+        if self.unit.data_shards:
+            axes.insert(1 if "pp" in axes else 0, "dp")
         if self.gradients:
-            copies = [num_copies(self.unit, name, ("pp", "tp")) for name in self.gradients]
+            copies = [num_copies(self.unit, name, axes) for name in self.gradients]
             total = self._number(actions.squared_norm, list(self.gradients.values()), copies)
         else:  # a stage that trains nothing still takes part in the sum
             total = self._number(aten.full.default, [], 0.0)
             total.kwargs = {"dtype": torch.float64}
-        axes = [axis for axis in ("pp", "tp") if self.unit.settings.mesh.axis_size(axis) > 1]
         return self._number(aten.sqrt.default, self._all_reduce(total, axes))
 
     def _scale(self, norm: fx.Node, max_norm: float) -> fx.Node:
@@ -237,12 +239,16 @@ def num_copies(unit: Compilation, name: str, axes: Sequence[str]) -> int:
     for axis in axes:
         if axis == "pp":
             copies *= len(unit.stages_of[name])
+        elif axis == "dp" and name in unit.data_shards:
+            copies *= unit.settings.mesh.axis_size("dp") // unit.data_shards[name].parts
         elif not _is_sharded(unit, name, axis):
             copies *= unit.settings.mesh.axis_size(axis)
     return copies
 
 
 def _is_sharded(unit: Compilation, name: str, axis: str) -> bool:
+    if axis == "dp":
+        return name in unit.data_shards
     state = unit.parameter_states[name].get(axis)
     return state is not None and isinstance(state.value, Shard)
 

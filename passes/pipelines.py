@@ -32,6 +32,8 @@ from msc.passes.shard import Shard
 from msc.passes.shard_batch import ShardBatch
 from msc.passes.sharding.partition import Partitioned
 from msc.passes.split_backward import SplitBackward
+from msc.passes.zero.gather_late import GatherLate
+from msc.passes.zero.shard_data import ShardData
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,9 @@ _FINISH = (
     SplitBackward(),  # as the schedule says; after recomputation, which changes the backward
     Overlap(),  # after all that changes a block's work
     BuildChunks(),
+    ShardData(),  # on chunks: gathers and reductions go between the calls of their blocks
     BuildRankGraphs(),
+    GatherLate(),
     ReduceEarly(),  # before the proof, which speaks of the order that runs
 )
 

@@ -87,19 +87,27 @@ def _placing(unit: Compilation) -> Placing:
 
 
 def _held(settings: Settings, node: fx.Node, name: str) -> float:
-    """Bytes of a parameter that is whole: it, and if it trains its gradient and states.
+    """Bytes that a parameter which tp does not shard takes: with gradient and states, if it trains.
 
-    With master weights all of these are in their dtype, beside the copy to compute with.
+    With master weights all of these are in their dtype, beside the copy to compute with. What ZeRO
+    splits counts by its part (Rajbhandari et al., SC 2020, section 5); a copy to compute with is
+    gathered for the whole step, or with zero=3 a few blocks at a time, which count as nothing.
     """
     value: torch.Tensor = node.meta["val"]
-    copies = 1
-    if node.meta.get("differentiable"):
-        copies = 2
+    part = 1 / settings.data_parts
+    copies, computing = 1.0, 0.0
+    trains = bool(node.meta.get("differentiable"))
+    if part < 1 and (trains or settings.zero == 3):
+        copies = part
+        computing = 0.0 if settings.zero == 3 else 1.0
+    if trains:
+        copies += 1 if settings.zero < 2 else part
         if settings.optimizer is not None:
-            copies += len(settings.optimizer_of(name).state_names)
+            copies += part * len(settings.optimizer_of(name).state_names)
     if settings.master is None or not value.is_floating_point():
-        return copies * nbytes(value)
-    return nbytes(value) + copies * value.numel() * settings.master.itemsize
+        return (copies + computing) * nbytes(value)
+    lowered = max(computing, 1 if part == 1 else part)
+    return lowered * nbytes(value) + copies * value.numel() * settings.master.itemsize
 
 
 def _place(placing: Placing, settings: Settings) -> Placed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +90,7 @@ def color_ranks(
     coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
     colors = _numbered(classes)
     while True:
-        spans = _spans(uses, coordinates, colors)
+        spans = _spans(mesh, uses, coordinates, colors)
         signatures = [
             (
                 colors[rank],
@@ -120,15 +119,15 @@ def quotient(mesh: Mesh, axes: Collection[str], programs: Iterable[fx.GraphModul
     """The mesh with the axes at size 1 on which no color can depend.
 
     If classes depend on the coordinates of `axes` only, and no group chooses coordinates of another
-    axis, then exchanging two coordinates of that axis changes nothing: ranks that differ there only
-    have one color, and the ranks at coordinate 0 stand for all.
+    axis, then each coordinate of that axis can be brought to each other one so that groups stay
+    groups: ranks that differ there only have one color, and those at coordinate 0 stand for all.
     """
     chosen = {
-        axis
+        part.axis
         for program in programs
         for name in used_groups(program)
-        for axis, only in Group.parse(name).parts
-        if only is not None
+        for part in Group.parse(name).parts
+        if part.chosen is not None
     }
     kept = {"pp", *axes, *chosen}  # peers are named by their coordinate on pp
     return Mesh(tuple((axis, size if axis in kept else 1) for axis, size in mesh))
@@ -141,7 +140,10 @@ def _numbered(values: Sequence[Hashable]) -> list[int]:
 
 
 def _spans(
-    uses: Sequence[_Uses], coordinates: Sequence[Mapping[str, int]], colors: Sequence[int]
+    mesh: Mesh,
+    uses: Sequence[_Uses],
+    coordinates: Sequence[Mapping[str, int]],
+    colors: Sequence[int],
 ) -> list[dict[str, tuple[int, ...]]]:
     """Of each rank, for each group that it uses, the colors of the members.
 
@@ -153,9 +155,8 @@ def _spans(
     for rank, at in enumerate(coordinates):
         own: dict[str, Hashable] = {}
         for name, group in names.items():
-            axes = dict(group.parts)
-            if all(only is None or at.get(axis, 0) in only for axis, only in axes.items()):
-                own[name] = tuple(index for axis, index in at.items() if axis not in axes)
+            if all(part.contains(at.get(part.axis, 0)) for part in group.parts):
+                own[name] = group.key(mesh, at)
                 found[name, own[name]].add(colors[rank])
         keys.append(own)
     return [
@@ -171,8 +172,7 @@ def _check_sizes(mesh: Mesh, program: fx.GraphModule) -> None:
             position = _SIZE_ARGUMENT.get(COLLECTIVES.get(node.target, ""))
             if position is None:
                 continue
-            parts = Group.parse(group_of(node)).parts
-            size = math.prod(mesh.axis_size(a) if at is None else len(at) for a, at in parts)
+            size = Group.parse(group_of(node)).size(mesh)
             if node.args[position] != size:
                 raise PlanError(
                     f"%{node.name} counts {node.args[position]} members of group "

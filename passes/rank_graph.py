@@ -14,7 +14,6 @@ Numerics: the sum over micro-batches runs in the schedule's order.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -28,10 +27,13 @@ from msc.ir.structure import placeholders
 from msc.ir.torch_private import lazy_graph_module
 from msc.passes.chunks import Chunk, Key
 from msc.passes.compilation import Compilation, Variant
+from msc.passes.gradient_sums import GradientSums
 from msc.passes.optimizer_step import OptimizerStep, state_keys
-from msc.passes.reduce_gradients import reduce_gradients
+from msc.passes.reduce_gradients import reduce_gradients, reduce_tied
 from msc.passes.schedules.messages import receiver
 from msc.passes.schedules.stages import Step
+from msc.passes.zero.parameters import ParametersInUse
+from msc.passes.zero.shard_data import shard_group
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -66,6 +68,7 @@ class _Builder:
             for chunk in reversed(self.chunks)
             for n in reversed(placeholders(chunk.forward))
         }
+        self.wholes = {n: val for chunk in self.chunks for n, val in chunk.values.items()}
         self.others = list(dict.fromkeys(o for chunk in self.chunks for o in chunk.others))
         self.written = list(dict.fromkeys(n for chunk in self.chunks for n in chunk.written))
         names = dict.fromkeys(name for chunk in self.chunks for name in chunk.parameters)
@@ -76,6 +79,7 @@ class _Builder:
         self.modules: dict[str, fx.GraphModule] = {}
         self.inputs: dict[tuple[str, str], fx.Node] = {}
         self.parameters: dict[str, fx.Node] = {}
+        self.sharding = shard_group(unit)
         self.coordinates: dict[str, fx.Node] = {}
         self.step_values: dict[str, fx.Node] = {}
         self.buffers: dict[tuple[int, str], fx.Node] = {}
@@ -83,18 +87,22 @@ class _Builder:
         self.sent: dict[Step, fx.Node] = {}
         self.passed: dict[Step, list[fx.Node]] = {}
         self.results: dict[tuple[int, int], list[fx.Node]] = {}
-        self.totals: dict[int, fx.Node] = {}
+        reduced = self.sharding if self.settings.zero >= 2 else None
+        self.sums = GradientSums(self._act, self._master, self.settings.master, reduced)
         self.loss: fx.Node | None = None
 
     def build(self) -> fx.GraphModule:
         self._placeholders()
-        self._computed = self._lowered()
-        self._prologue()
+        per_call = self.settings.zero == 3
+        held = self._lowered()
+        self.in_use = ParametersInUse(self._act, self.chunks, held, self.sharding, per_call)
         steps = self.unit.schedule.orders[self.stage]
-        self._post(steps[0])
+        self.in_use.begin(steps)
+        self._prologue()
+        self._announce(steps[0])
         for step, following in zip(steps, (*steps[1:], None), strict=True):
             if following is not None:
-                self._post(following)  # so that it arrives while this step computes
+                self._announce(following)  # so that it arrives while this step computes
             arrived = self._arrived(step)
             for sent in self.waits.get(step, ()):
                 if sent in self.sent:
@@ -107,8 +115,11 @@ class _Builder:
                 self._weight_backward(step)
         for token in self.sent.values():
             self._act(actions.wait, token)
-        gradients = self._summed_gradients()
-        reduce_gradients(self._act, self.unit, self.chunks, gradients)
+        summed = self.sums.finish()
+        gradients = {name: summed[name] for name in self.trained if name in summed}
+        reduce_gradients(self._act, self.unit, self.sharding, self.chunks, gradients)
+        gradients = {name: gradients.get(name) or self._zeros(name) for name in self.trained}
+        reduce_tied(self._act, self.unit, gradients)
         output: dict[str, Any] = {
             "loss": self._reduce_loss(),
             "gradients": tuple(gradients.values()),
@@ -146,7 +157,7 @@ class _Builder:
     def _placeholders(self) -> None:
         for name in dict.fromkeys(name for chunk in self.chunks for name in chunk.parameters):
             node = self.read["parameter", name]
-            meta = {**node.meta, "val": self._master(node.meta["val"])}
+            meta = {**node.meta, "val": self._master(self._held(name))}
             self.parameters[name] = self._placeholder(node.name, meta)
         if self.settings.optimizer is not None:
             for key in state_keys(self.settings, self.trained):
@@ -177,6 +188,13 @@ class _Builder:
                 meta = {"kind": kind, "name": "", "val": val}
                 self.inputs[kind, ""] = self._placeholder(kind, meta)
 
+    def _held(self, name: str) -> torch.Tensor:
+        """What a rank holds of a parameter, in the dtype in which chunks compute with it."""
+        value = self.wholes[name]
+        if self.sharding is None or name not in self.sharding.shards:
+            return value
+        return self.sharding.shard_of(name, value)
+
     def _master(self, value: torch.Tensor) -> torch.Tensor:
         """A value of a chunk as the step holds or sums it: floating ones in the master dtype."""
         if self.settings.master is None or not value.is_floating_point():
@@ -188,7 +206,7 @@ class _Builder:
         """The parameters as the chunks compute with them, converted once per step."""
         found = {}
         for name, node in self.parameters.items():
-            value = self.read["parameter", name].meta["val"]
+            value = self._held(name)
             same = value.dtype == node.meta["val"].dtype
             converted = node if same else self._act(aten.to.dtype, node, value.dtype, val=value)
             found[name] = converted
@@ -239,9 +257,10 @@ class _Builder:
         for index, name in enumerate(self.unit.prologue_names):
             self.step_values[name] = self._pick(call, index)
 
-    def _arguments(self, chunk: Chunk, micro_batch: int) -> list[fx.Node]:
-        """What a chunk's forward reads besides activations, for one micro-batch."""
-        nodes = self._parameters(chunk)
+    def _arguments(self, step: Step) -> list[fx.Node]:
+        """What a forward reads besides activations."""
+        chunk, micro_batch = self._chunk(step), step.micro_batch
+        nodes = self.in_use.of(step)
         count = self.settings.micro_batches
         for kind, name in chunk.others:
             val = self.read[kind, name].meta["val"]
@@ -262,9 +281,6 @@ class _Builder:
             else:
                 nodes.append(self.inputs[kind, name])
         return nodes
-
-    def _parameters(self, chunk: Chunk) -> list[fx.Node]:
-        return [self._computed[name] for name in chunk.parameters]
 
     def _last_value(self, name: str) -> fx.Node:
         """A buffer as all micro-batches have left it; each chunk that writes it has its own."""
@@ -290,6 +306,11 @@ class _Builder:
         """Activations and gradients go apart: stages may send both to the same neighbour."""
         kind = "" if step.kind == "forward" else " gradients"
         return f"pp:{sender}>{reader}{kind}"
+
+    def _announce(self, step: Step) -> None:
+        """Start what brings a step its operands."""
+        self._post(step)
+        self.in_use.announce(step)
 
     def _post(self, step: Step) -> None:
         """Start receiving what another stage sends to a step."""
@@ -330,11 +351,13 @@ class _Builder:
     def _call_chunk(self, name: str, gm: fx.GraphModule, args: Sequence[fx.Node]) -> fx.Node:
         if id(gm) not in self.values:
             self.values[id(gm)] = _values(gm)
-        return self._call(name, gm, args, self.values[id(gm)])
+        call = self._call(name, gm, args, self.values[id(gm)])
+        self.sums.settle()  # what was on its way beside this call
+        return call
 
     def _forward(self, step: Step, received: list[fx.Node]) -> None:
         chunk = self._chunk(step)
-        args = [*self._arguments(chunk, step.micro_batch), *received]
+        args = [*self._arguments(step), *received]
         call = self._call_chunk(f"chunk{chunk.index}_forward", chunk.forward, args)
         if chunk.sent:
             self._pass_on(step, self._pick(call, 0), len(chunk.sent))
@@ -357,7 +380,7 @@ class _Builder:
         if chunk.backward is None:
             return
         stored = self.results.pop((step.chunk, step.micro_batch))
-        args = [*self._parameters(chunk), *stored, *received]
+        args = [*self.in_use.of(step), *stored, *received]
         call = self._call_chunk(f"chunk{chunk.index}_backward", chunk.backward, args)
         if chunk.sent_gradients:
             self._pass_on(step, self._pick(call, 0), len(chunk.sent_gradients))
@@ -368,45 +391,27 @@ class _Builder:
                 *(self._pick(kept, i) for i in range(len(kept.meta["val"]))),
             ]
         elif chunk.parameter_gradients:
-            self._accumulate(chunk, self._pick(call, 1))
+            self.sums.add(chunk, call)
 
     def _weight_backward(self, step: Step) -> None:
         chunk = self._chunk(step)
         if chunk.weight_backward is None:
             return
-        args = [*self._parameters(chunk), *self.results.pop((step.chunk, step.micro_batch))]
+        args = [*self.in_use.of(step), *self.results.pop((step.chunk, step.micro_batch))]
         name = f"chunk{chunk.index}_weight_backward"
         call = self._call_chunk(name, chunk.weight_backward, args)
-        self._accumulate(chunk, self._pick(call, 1))
-
-    def _accumulate(self, chunk: Chunk, parts: fx.Node) -> None:
-        total = self.totals.get(chunk.index)
-        self.totals[chunk.index] = self._sum(total, parts, parts.meta["val"])
+        self.sums.add(chunk, call)
 
     # -- the end of the step
 
-    def _summed_gradients(self) -> dict[str, fx.Node]:
-        """Gradients over micro-batches and chunks; zero where only another stage has one."""
-        gradients = {}
-        for name in self.trained:
-            parts = [
-                self._pick(self.totals[chunk.index], chunk.parameter_gradients.index(name))
-                for chunk in self.chunks
-                if name in chunk.parameter_gradients
-            ]
-            if parts:
-                gradients[name] = functools.reduce(self._add, parts)
-                continue
-            val = self.parameters[name].meta["val"]
-            zeros = self.graph.call_function(
-                aten.zeros.default, (list(val.shape),), {"dtype": val.dtype}
-            )
-            zeros.meta = {"val": val}
-            gradients[name] = zeros
-        return gradients
-
-    def _add(self, left: fx.Node, right: fx.Node) -> fx.Node:
-        return self._act(aten.add.Tensor, left, right, val=left.meta["val"])
+    def _zeros(self, name: str) -> fx.Node:
+        """The gradient of a parameter that only another stage has one of."""
+        val = self.parameters[name].meta["val"]
+        node = self.graph.call_function(
+            aten.zeros.default, (list(val.shape),), {"dtype": val.dtype}
+        )
+        node.meta = {"val": val}
+        return node
 
     def _reduce_loss(self) -> fx.Node:
         """The loss of the step, on every rank."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,9 +25,11 @@ from msc.ir import actions
 from msc.ir.communication import group_of, is_communication, subgraph
 from msc.ir.groups import Group
 from msc.ir.passes import BIT_EXACT, GraphPass
-from msc.ir.structure import placeholders
+from msc.passes.open_call import open_call
 
-all_reduce = torch.ops._c10d_functional.all_reduce.default
+_c10d = torch.ops._c10d_functional
+_REDUCTIONS = {_c10d.all_reduce.default, _c10d.reduce_scatter_tensor.default}
+_FLATTENS = {actions.flatten, actions.flatten_shards}
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,12 @@ class ReduceEarly(GraphPass):
 
     def run(self, gm: fx.GraphModule, unit: Any) -> int:
         moved = 0
-        starts = Counter(group_of(n) for n in gm.graph.nodes if n.target is all_reduce)
+        starts = Counter(group_of(n) for n in gm.graph.nodes if n.target in _REDUCTIONS)
         for total, call in _last_sums(gm):
             buckets = [n for n in gm.graph.nodes if _is_bucket(n, total, starts)]
             if not buckets:
                 continue
-            parts = _open(gm, call)
+            _, parts = open_call(gm, call)
             for bucket in buckets:
                 _move(gm, bucket, total, parts)
             _sum_the_rest(gm, total, parts)
@@ -72,23 +74,29 @@ def _last_sums(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
         parts = node.args[1]
         if isinstance(parts, fx.Node) and parts.target is operator.getitem:
             call = parts.args[0]
-            if isinstance(call, fx.Node) and call.op == "call_module":
+            if isinstance(call, fx.Node) and call.op == "call_module" and _gives_sums(gm, call):
                 found[call.target] = node, call
     return list(found.values())
 
 
+def _gives_sums(gm: fx.GraphModule, call: fx.Node) -> bool:
+    """Whether a backward gives gradients of this rank only; others are reduced inside of it."""
+    outputs: Any = subgraph(gm, call).graph.output_node().args[0]
+    return len(outputs) == 2
+
+
 def _is_bucket(node: fx.Node, total: fx.Node, starts: Mapping[str, int]) -> bool:
-    """Whether a node is a bucket of gradients of `total` alone, on its way into an all-reduce.
+    """Whether a node is a bucket of gradients of `total` alone, on its way to be reduced.
 
     starts: how often each group reduces. Stages that share several buckets make their gradients in
     different orders, so those keep the one order that they have at the end.
     """
-    if node.target is not actions.flatten or not isinstance(node.args[0], (list, tuple)):
+    if node.target not in _FLATTENS or not isinstance(node.args[0], (list, tuple)):
         return False
-    if len(node.users) != 1 or next(iter(node.users)).target is not all_reduce:
+    if len(node.users) != 1 or next(iter(node.users)).target not in _REDUCTIONS:
         return False
     group = group_of(next(iter(node.users)))
-    if starts[group] > 1 and any(axis == "pp" for axis, _ in Group.parse(group).parts):
+    if starts[group] > 1 and "pp" in Group.parse(group).axes:
         return False
     return all(
         isinstance(item, fx.Node) and item.target is operator.getitem and item.args[0] is total
@@ -96,37 +104,17 @@ def _is_bucket(node: fx.Node, total: fx.Node, starts: Mapping[str, int]) -> bool
     )
 
 
-def _open(gm: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
-    """Put the nodes of a called backward in place of the call; return its parameter gradients."""
-    inner = subgraph(gm, call)
-    env: dict[fx.Node, fx.Node] = dict(zip(placeholders(inner), call.args, strict=True))  # type: ignore[arg-type]
-    with gm.graph.inserting_before(call):
-        for node in inner.graph.nodes:
-            if node.op in ("placeholder", "output"):
-                continue
-            env[node] = gm.graph.node_copy(node, env.__getitem__)
-            env[node].meta = dict(node.meta)
-            if node.op == "call_module":
-                gm.add_submodule(str(node.target), subgraph(inner, node))
-    outputs: Any = inner.graph.output_node().args[0]
-    sent, gradients = outputs
-    for values in [user for user in call.users if user.args[1] == 0]:
-        for user in list(values.users):
-            user.replace_all_uses_with(env[sent[user.args[1]]])
-    return [env[node] for node in gradients]
-
-
-def _move(gm: fx.GraphModule, bucket: fx.Node, total: fx.Node, parts: list[fx.Node]) -> None:
+def _move(gm: fx.GraphModule, bucket: fx.Node, total: fx.Node, parts: Sequence[fx.Node]) -> None:
     items: Any = bucket.args[0]
     numbers = [item.args[1] for item in items]
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
     anchor = max((parts[number] for number in numbers), key=order.__getitem__)
     with gm.graph.inserting_after(anchor):
-        bucket_copy = gm.graph.call_function(actions.flatten, ([],))
+        bucket_copy = gm.graph.call_function(bucket.target, ([], *bucket.args[1:]))  # type: ignore[arg-type]
     bucket_copy.meta = dict(bucket.meta)
     with gm.graph.inserting_before(bucket_copy):
         values = _accumulated(gm, total, parts, numbers)
-    bucket_copy.args = (values,)
+    bucket_copy.args = (values, *bucket.args[1:])
     (start,) = bucket.users
     with gm.graph.inserting_after(bucket_copy):
         early = gm.graph.call_function(start.target, (bucket_copy, *start.args[1:]))  # type: ignore[arg-type]
@@ -137,7 +125,7 @@ def _move(gm: fx.GraphModule, bucket: fx.Node, total: fx.Node, parts: list[fx.No
 
 
 def _accumulated(
-    gm: fx.GraphModule, total: fx.Node, parts: list[fx.Node], numbers: list[Any]
+    gm: fx.GraphModule, total: fx.Node, parts: Sequence[fx.Node], numbers: list[Any]
 ) -> list[fx.Node]:
     """The sums of some gradients over all micro-batches, as nodes at the insertion point."""
     before, _, *dtype = total.args
@@ -158,7 +146,7 @@ def _item(gm: fx.GraphModule, node: fx.Node, index: int) -> fx.Node:
     return item
 
 
-def _sum_the_rest(gm: fx.GraphModule, total: fx.Node, parts: list[fx.Node]) -> None:
+def _sum_the_rest(gm: fx.GraphModule, total: fx.Node, parts: Sequence[fx.Node]) -> None:
     """Gradients that nothing reduces in a bucket: sum them where all were summed."""
     picks = [user for user in total.users if user.users]
     if not picks:

@@ -1,17 +1,18 @@
 """Reduce the gradients of a rank, each once per step, in buckets.
 
-    %f = flatten([%g2, %g1])
-    %r = wait(all_reduce(%f, 'sum', 'dp'))         over every axis that owes it
-    %u = unflatten(%r, shapes)
+    %f = flatten([%g2, %g1])                 with ZeRO:  %f = flatten_shards([%g2, %g1], ..)
+    %r = wait(all_reduce(%f, 'sum', 'dp'))               %r = wait(reduce_scatter(%f, .., 'dp'))
+    %u = unflatten(%r, shapes)                           %u = unflatten(%r, shapes of shards)
 
 A gradient that is partial over mesh axes is summed over them; that of a weight on several pipeline
-stages over those stages, too.
+stages over those stages, too. Where dp ranks hold shards, each gets its shard of the sum, unless
+the backward has seen to that with every micro-batch; the other axes then sum shards.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -21,49 +22,66 @@ from msc.ir.placement import Partial
 from msc.passes.chunks import Chunk
 from msc.passes.compilation import Compilation
 from msc.passes.gradient_buckets import buckets
+from msc.passes.zero.collectives import Act, ShardGroup
 
 c10d = torch.ops._c10d_functional
 
+Gradients = dict[str, fx.Node]
+
 
 def reduce_gradients(
-    act: Callable[..., fx.Node],
+    act: Act,
     unit: Compilation,
+    sharding: ShardGroup | None,
     chunks: Sequence[Chunk],
-    gradients: dict[str, fx.Node],
+    gradients: Gradients,
 ) -> None:
-    """Put the reduced gradients in the place of the rank's own ones.
+    """Put the gradients, reduced over dp and tp, in the place of the rank's own ones.
 
-    act: `act(function, *args, val=...)` appends a call to the rank graph; chunks: the rank's;
-    gradients: by parameter, in the order of the forward.
+    act: `act(function, *args, val=...)` appends a call to the rank graph; sharding: how dp ranks
+    split them; chunks: the rank's; gradients: by parameter, in the order of the forward.
     """
     limit = unit.settings.bucket_bytes
-    first: dict[tuple[str, int], list[str]] = {}
-    tied: dict[str, list[str]] = {}
+    split = {} if sharding is None else sharding.shards
+    scattered: dict[int, list[str]] = {}
+    summed: dict[tuple[str, int], list[str]] = {}
     for name in gradients:
         states = unit.parameter_states[name]
         axes = [a for a, s in states.items() if a != "mb" and isinstance(s.grad, Partial)]
+        # by chunk: one whose backwards are over need not wait for another
+        chunk = next(c.index for c in chunks if name in c.parameter_gradients)
+        if name in split:
+            if unit.settings.zero < 2:
+                scattered.setdefault(chunk, []).append(name)
+            replicas = unit.settings.replica_group or ""
+            axes = [a for a in (replicas if axis == "dp" else axis for axis in axes) if a]
         if axes:
-            # by chunk: one whose backwards are over need not wait for another
-            chunk = next((c.index for c in chunks if name in c.parameter_gradients), -1)
-            first.setdefault((",".join(axes), chunk), []).append(name)
+            summed.setdefault((",".join(axes), chunk), []).append(name)
+    for members in scattered.values():
+        for bucket in buckets(members, gradients, limit):
+            assert sharding is not None
+            started = sharding.start_reduction(act, bucket, [gradients[n] for n in bucket])
+            gradients |= started.finish(act)
+    for (group, _), members in summed.items():
+        for bucket in buckets(members, gradients, limit):
+            _all_reduce(act, unit, group, bucket, gradients)
+
+
+def reduce_tied(act: Act, unit: Compilation, gradients: Gradients) -> None:
+    """Sum those of weights on several pipeline stages, which are reduced on each of them."""
+    tied: dict[str, list[str]] = {}
+    for name in gradients:
         stages = unit.stages_of[name]
         if len(stages) > 1:
             tied.setdefault(f"pp[{','.join(map(str, stages))}]", []).append(name)
-    for (group, _), members in first.items():
-        for bucket in buckets(members, gradients, limit):
-            _all_reduce(act, unit, group, bucket, gradients)
     # stages read tied weights in different orders; what they reduce together has one order
     for group, members in sorted(tied.items()):
-        for bucket in buckets(sorted(members), gradients, limit):
+        for bucket in buckets(sorted(members), gradients, unit.settings.bucket_bytes):
             _all_reduce(act, unit, group, bucket, gradients)
 
 
 def _all_reduce(
-    act: Callable[..., fx.Node],
-    unit: Compilation,
-    group: str,
-    names: list[str],
-    gradients: dict[str, fx.Node],
+    act: Act, unit: Compilation, group: str, names: list[str], gradients: Gradients
 ) -> None:
     nodes = [gradients[name] for name in names]
     values = [node.meta["val"] for node in nodes]

@@ -14,6 +14,7 @@ from msc.ir.torch_private import add_each, add_each_
 from msc.runtime.adam import adam
 from msc.runtime.lamb import lamb, lamb_sums
 from msc.runtime.sgd import sgd
+from msc.runtime.shards import flatten_shards, unflatten_shards
 
 MaybeTensors = Sequence[Tensor | None]
 
@@ -80,6 +81,9 @@ class LocalActions:
         sizes = [torch.Size(shape) for shape in shapes]
         parts = torch.split(bucket, [size.numel() for size in sizes])
         return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True))
+
+    flatten_shards = staticmethod(flatten_shards)
+    unflatten_shards = staticmethod(unflatten_shards)
 
     @staticmethod
     def squared_norm(values: MaybeTensors, copies: Sequence[int]) -> Tensor:

@@ -29,14 +29,19 @@ def group_spans(
     decides, and the work does not grow with the number of groups.
     """
     here = {axis: 0 for axis, _ in mesh}
-    here |= {axis: chosen[0] for axis, chosen in group.parts if chosen is not None}
+    here |= {part.axis: part.firsts(mesh.axis_size(part.axis))[0] for part in group.parts}
     first = mesh.rank(here)
     offsets = [rank - first for rank in group.members(mesh, first)]
     outside: dict[str, Collection[int]] = {
-        axis: range(size) for axis, size in mesh if axis not in dict(group.parts)
+        axis: range(size) for axis, size in mesh if axis not in group.axes
     }
     if "pp" in outside:
         outside["pp"] = stages
+    outside |= {
+        part.axis: part.firsts(mesh.axis_size(part.axis))
+        for part in group.parts
+        if part.chosen is None
+    }
     return frozenset(
         _span(base, offsets, devices_per_node)
         for base in _positions(mesh, outside, first, devices_per_node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -102,8 +101,4 @@ def payload_bytes(node: fx.Node) -> int:
 
 def collective_cost(kind: str, size: int, group: str, cost: CostModel, mesh: Mesh) -> float:
     """Modelled cost of one call on a group, such as `tp`, `dp,tp` or `pp[0,3]`."""
-    ranks = math.prod(
-        mesh.axis_size(axis) if chosen is None else len(chosen)
-        for axis, chosen in Group.parse(group).parts
-    )
-    return cost.collective(kind, size, ranks)
+    return cost.collective(kind, size, Group.parse(group).size(mesh))

@@ -94,6 +94,26 @@ def unflatten(bucket: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
 
 
 @_action
+def flatten_shards(
+    values: Sequence[Any], dims: Sequence[int], parts: int, dtype: Any = None
+) -> Any:
+    """One 1-D tensor of `parts` equal rows: row i holds shard i of every value, in order.
+
+    Value j is split along `dims[j]`; see `msc.ir.data_shard`. With `dtype` it is converted. May be
+    a view of a single value.
+    """
+    return _executed_only("flatten_shards")
+
+
+@_action
+def unflatten_shards(
+    bucket: Any, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], parts: int
+) -> Any:
+    """The tuple of contiguous tensors of these shapes of which `flatten_shards` gives `bucket`."""
+    return _executed_only("unflatten_shards")
+
+
+@_action
 def squared_norm(values: Sequence[Any], copies: Sequence[int]) -> Any:
     """The sum of all squared elements, 0-dim float64; `values[i]` counts one over `copies[i]`.
 

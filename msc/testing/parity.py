@@ -213,7 +213,14 @@ def _layouts(unit: Compilation, values: Mapping[str, Tensor]) -> dict[str, Param
         shards = {a: s.value for a, s in states.items() if isinstance(s.value, Shard)}
         value = values[f"parameter {name}"]
         layouts[name] = ParameterLayout(
-            name, tuple(value.shape), value.dtype, True, (), shards, tuple(stages)
+            name,
+            tuple(value.shape),
+            value.dtype,
+            True,
+            (),
+            shards,
+            tuple(stages),
+            unit.data_shards.get(name),
         )
     return layouts
 

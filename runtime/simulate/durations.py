@@ -27,6 +27,8 @@ COSTS: dict[Any, Kind] = {
     actions.unflatten: Kind.FREE,
     actions.accumulate: Kind.STREAMED,
     actions.flatten: Kind.STREAMED,
+    actions.flatten_shards: Kind.STREAMED,
+    actions.unflatten_shards: Kind.STREAMED,
     actions.squared_norm: Kind.STREAMED,
     actions.learning_rate: Kind.FREE,
     actions.lamb_sums: Kind.STREAMED,

@@ -50,7 +50,8 @@ def test_all_groups_are_counted(
     mesh = Mesh(tuple((axis, sizes[axis]) for axis in order))
     axes = data.draw(st.lists(st.sampled_from(order), min_size=1, unique=True))
     stages = data.draw(st.sets(st.integers(0, pp - 1), min_size=1))
-    group = Group.parse(",".join(axes))
+    kind = data.draw(st.sampled_from(["", "/2", "%2"]) if dp % 2 == 0 else st.just(""))
+    group = Group.parse(",".join(a + kind if a == "dp" else a for a in axes))
     expected = set()
     for rank in range(mesh.size):
         if mesh.coordinate(rank)["pp"] in stages or "pp" in axes:

@@ -1,0 +1,99 @@
+"""Sum a rank's gradients over micro-batches, chunk by chunk.
+
+    %g = accumulate(None, %b0[1])
+    %g = accumulate(%g, %b1[1])
+
+With ZeRO 2 and 3 the sums are of shards: a chunk reduces most gradients of each micro-batch over dp
+inside of its backward; those of its last block are reduced here, beside the step that follows.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from msc.ir import actions
+from msc.passes.chunks import Chunk
+from msc.passes.zero.collectives import Act, Reduction, ShardGroup
+
+aten = torch.ops.aten
+
+Part = tuple[int, int]
+"""A chunk, and which of its sums: of the gradients that it gives at once, or of later ones."""
+
+
+@dataclass
+class GradientSums:
+    """Totals of the gradients of a rank's chunks, appended to a rank graph by `act`.
+
+    summed: the fake tensor of a sum of values like the given one, in the dtype of sums; master:
+    that dtype where it is not the gradients' own; sharding: of what is reduced with each
+    micro-batch, None where nothing is.
+    """
+
+    act: Act
+    summed: Callable[[Tensor], Tensor]
+    master: torch.dtype | None
+    sharding: ShardGroup | None
+    totals: dict[Part, fx.Node] = field(default_factory=dict)
+    names: dict[Part, tuple[str, ...]] = field(default_factory=dict)
+    flying: list[tuple[Part, list[Reduction], dict[str, fx.Node]]] = field(default_factory=list)
+
+    def add(self, chunk: Chunk, call: fx.Node) -> None:
+        """Add the gradients that a call of a backward gives."""
+        if self.sharding is None:
+            self._sum((chunk.index, 0), tuple(chunk.parameter_gradients), self._pick(call, 1))
+            return
+        if chunk.reduced:
+            self._sum((chunk.index, 0), chunk.reduced, self._pick(call, 1))
+        given = self._pick(call, 2)
+        later = {n: self._pick(given, i) for i, n in enumerate(chunk.not_reduced)}
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, node in later.items():
+            if name in self.sharding.shards:
+                by_dtype.setdefault(node.meta["val"].dtype, []).append(name)
+        started = [
+            self.sharding.start_reduction(self.act, names, [later.pop(name) for name in names])
+            for names in by_dtype.values()
+        ]
+        self.flying.append(((chunk.index, 1), started, later))
+
+    def settle(self) -> None:
+        """Wait for the reductions in flight and add what they give."""
+        for part, started, whole in self.flying:
+            found = dict(whole)
+            for reduction in started:
+                found |= reduction.finish(self.act)
+            if found:
+                self._sum(part, tuple(found), tuple(found.values()))
+        self.flying.clear()
+
+    def finish(self) -> dict[str, fx.Node]:
+        """The sums over micro-batches and chunks, by parameter."""
+        self.settle()
+        parts: dict[str, list[fx.Node]] = {}
+        for part, total in self.totals.items():
+            for index, name in enumerate(self.names[part]):
+                parts.setdefault(name, []).append(self._pick(total, index))
+        return {name: functools.reduce(self._add, each) for name, each in parts.items()}
+
+    def _sum(self, part: Part, names: tuple[str, ...], values: fx.Node | Sequence[fx.Node]) -> None:
+        """Add gradients to a total, which is in the dtype of sums."""
+        whole = isinstance(values, fx.Node)
+        vals = values.meta["val"] if whole else [value.meta["val"] for value in values]  # type: ignore[union-attr]
+        dtype = () if self.master is None else (self.master,)
+        total = self.totals.get(part)
+        val = tuple(map(self.summed, vals))
+        self.totals[part] = self.act(actions.accumulate, total, values, *dtype, val=val)
+        self.names[part] = names
+
+    def _pick(self, node: fx.Node, index: int) -> fx.Node:
+        return self.act(operator.getitem, node, index, val=node.meta["val"][index])
+
+    def _add(self, left: fx.Node, right: fx.Node) -> fx.Node:
+        return self.act(aten.add.Tensor, left, right, val=left.meta["val"])

@@ -1,0 +1,103 @@
+"""The parameters that a rank's chunks read: whole on the rank, or gathered over dp for a time.
+
+zero 1, 2:  all gathers start with the step, in the order of use; a chunk waits for its own
+            before its first forward, and keeps what it has gathered
+zero 3:     each call waits for the gather of what its first block reads, which starts beside
+            the call before it; the rest is gathered inside of the chunk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from msc.ir.structure import placeholders
+from msc.passes.chunks import Chunk
+from msc.passes.schedules.stages import Step
+from msc.passes.zero.collectives import Act, Gathering, ShardGroup
+
+
+class ParametersInUse:
+    """Gives calls of chunks their parameters.
+
+    held: of each parameter what the rank has, in the dtype of the chunks; sharding: None where
+    nothing is split; per_call: parameters live only as long as a call (zero 3).
+    """
+
+    def __init__(
+        self,
+        act: Act,
+        chunks: Sequence[Chunk],
+        held: Mapping[str, fx.Node],
+        sharding: ShardGroup | None,
+        per_call: bool,
+    ) -> None:
+        self.act = act
+        self.chunks = {chunk.index: chunk for chunk in chunks}
+        self.held = held
+        self.sharding = sharding
+        self.per_call = per_call
+        self.whole: dict[str, fx.Node] = {}
+        self.flying: dict[Step | int, list[Gathering]] = {}
+        self.values = {name: val for chunk in chunks for name, val in chunk.values.items()}
+
+    def begin(self, steps: Sequence[Step]) -> None:
+        """At the start of a rank's steps: gather what stays for all of them."""
+        if self.sharding is None or self.per_call:
+            return
+        seen: set[str] = set()
+        for index in dict.fromkeys(step.chunk for step in steps):
+            chunk = self.chunks[index]
+            self.flying[index] = [
+                gathering
+                for names in _by_call(chunk.forward)
+                for gathering in self._start(_take(names, self.sharding, seen))
+            ]
+
+    def announce(self, step: Step) -> None:
+        """Start to gather what a step's call is given whole, some time before it."""
+        if self.sharding is not None and self.per_call:
+            names = self.chunks[step.chunk].whole[step.kind]
+            self.flying[step] = self._start([n for n in names if n in self.sharding.shards])
+
+    def of(self, step: Step) -> list[fx.Node]:
+        """The parameters that a step's call is given, once they are there."""
+        chunk = self.chunks[step.chunk]
+        key = step if self.per_call else step.chunk
+        for gathering in self.flying.pop(key, ()):
+            wholes = [self.values[name] for name in gathering.names]
+            self.whole |= gathering.finish(self.act, wholes)
+        found = [self.whole.get(name, self.held[name]) for name in chunk.parameters]
+        if self.per_call:
+            self.whole.clear()
+        return found
+
+    def _start(self, names: Sequence[str]) -> list[Gathering]:
+        assert self.sharding is not None
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in names:
+            by_dtype.setdefault(self.held[name].meta["val"].dtype, []).append(name)
+        return [
+            self.sharding.start_gather(self.act, each, [self.held[name] for name in each])
+            for each in by_dtype.values()
+        ]
+
+
+def _by_call(forward: fx.GraphModule) -> list[list[str]]:
+    """The parameters of a chunk by the first call that reads them, in order."""
+    first: dict[fx.Node, list[str]] = {}
+    order = {node: index for index, node in enumerate(forward.graph.nodes)}
+    for node in placeholders(forward):
+        if node.meta["kind"] == "parameter" and node.users:
+            reader = min(node.users, key=order.__getitem__)
+            first.setdefault(reader, []).append(node.meta["name"])
+    return [first[call] for call in sorted(first, key=order.__getitem__)]
+
+
+def _take(names: Sequence[str], sharding: ShardGroup, seen: set[str]) -> list[str]:
+    """Those of some parameters that are split and that no chunk before has gathered."""
+    found = [name for name in names if name in sharding.shards and name not in seen]
+    seen.update(found)
+    return found
