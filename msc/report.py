@@ -42,7 +42,7 @@ class CompileReport:
     """Facts about a compiled program.
 
     sharded: axis -> {"flops", "parameters"}: the fraction that the axis divides among its ranks.
-        "flops" counts the forward; "parameters" counts bytes.
+        "flops" counts the forward; "parameters" counts bytes, between steps.
     collectives: per class of ranks, kind -> (calls per step, bytes per step of one rank).
     fallbacks: calls that run whole on every rank of an axis, with reason, FLOPs and bytes.
     replicated: parameters with two or more dims that every tp rank holds whole.
@@ -186,6 +186,8 @@ def _sharded_parameters(unit: Compilation, axis: str) -> float:
             total += size
             if axis == "pp":
                 split += size if len(unit.stages_of[source.name]) == 1 else 0
+            elif axis == "dp":
+                split += size if source.name in unit.data_shards else 0
             else:
                 state = unit.parameter_states[source.name].get(axis)
                 split += size if state is not None and isinstance(state.value, Shard) else 0

@@ -58,14 +58,23 @@ def small(mesh: str = "", **options: Any) -> Program:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("nproc", "meshes"), [(2, ("tp=2", "pp=2")), (4, ("pp=2,tp=2",))])
+@pytest.mark.parametrize(
+    ("nproc", "meshes"),
+    [
+        (2, {"tp=2": 0, "pp=2": 0, "dp=2": 1, " dp=2": 3}),
+        (4, {"pp=2,tp=2": 0, "pp=2,dp=2": 2}),
+    ],
+)
 def test_processes_compute_what_one_device_does(
-    tmp_path: Path, nproc: int, meshes: tuple[str, ...]
+    tmp_path: Path, nproc: int, meshes: dict[str, int]
 ) -> None:
+    """The meshes with a level of ZeRO each."""
     names = ("nanogpt", "llama", "gpt2")
-    cases = [f"{name}.{mesh.replace(',', '-')}" for name in names for mesh in meshes]
-    for case, (name, mesh) in zip(cases, ((n, m) for n in names for m in meshes), strict=True):
-        compile_model(name, mesh).save(tmp_path / case)
+    cases = []
+    for name in names:
+        for mesh, zero in meshes.items():
+            cases.append(f"{name}.{mesh.strip().replace(',', '-')}-zero{zero}")
+            compile_model(name, mesh, zero=zero).save(tmp_path / cases[-1])
     run_job(tmp_path, nproc, cases)
     for name in names:
         expected = train_single(models.build(name), batches(name), ADAMW)

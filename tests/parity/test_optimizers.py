@@ -39,12 +39,16 @@ SPECS: dict[str, Optimizer] = {
     "nesterov": msc.SGD(lr=0.1, momentum=0.9, nesterov=True, max_norm=MAX_NORM),
     "lamb": msc.LAMB(**LAMB, max_norm=MAX_NORM),
 }
-CASES = [
-    ("adamw", "pp=2,dp=2,tp=2"),
-    ("sgd", "pp=2,dp=2,tp=2"),
-    ("lamb", "pp=2,dp=2,tp=2"),
-    ("lamb", "tp=2"),
-    ("lamb", "pp=2"),
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("adamw", "pp=2,dp=2,tp=2", {}),
+    ("sgd", "pp=2,dp=2,tp=2", {}),
+    ("lamb", "pp=2,dp=2,tp=2", {}),
+    ("lamb", "tp=2", {}),
+    ("lamb", "pp=2", {}),
+    ("adamw", "dp=2,tp=2", {"zero": 1}),
+    ("lamb", "pp=2,dp=2", {"zero": 2}),
+    ("adamw", "dp=4", {"zero": 3, "microbatches": 1}),
+    ("lamb", "dp=4", {"zero": 1, "shard_group": 2, "microbatches": 1}),
 ]
 
 
@@ -114,10 +118,10 @@ def test_one_rank_equals_plain_optimizers(name: str) -> None:
     assert torch.equal(found["wpe.weight"], expected(name)["wpe.weight"])
 
 
-@pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_a_mesh_equals_one_rank(name: str, mesh: str) -> None:
+@pytest.mark.parametrize(("name", "mesh", "options"), CASES)
+def test_a_mesh_equals_one_rank(name: str, mesh: str, options: dict[str, Any]) -> None:
     """Shards, what is replicated, and what is tied over two stages; every copy the same bits."""
-    program = compiled(SPECS[name], mesh)
+    program = compiled(SPECS[name], mesh, **options)
     found, state = trained(program)
     # Adam divides by the root of the second moment, which magnifies the rounding of small gradients
     tolerance = 1e-10 if name in ("sgd", "nesterov") else 1e-8
@@ -126,7 +130,11 @@ def test_a_mesh_equals_one_rank(name: str, mesh: str) -> None:
     for rank, each in enumerate(state):
         coordinate = program.mesh.coordinate(rank)
         for parameter, value in each.parameters.items():
-            shard = [coordinate[axis] for axis in program.parameters[parameter].shards]
+            layout = program.parameters[parameter]
+            shard = [coordinate[axis] for axis in layout.shards]
+            if layout.data is not None:
+                assert layout.trainable
+                shard.append(coordinate["dp"] % layout.data.parts)
             assert torch.equal(value, first.setdefault((parameter, *shard), value)), parameter
 
 

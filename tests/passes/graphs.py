@@ -231,7 +231,8 @@ def layout(unit: Compilation, name: str, value: Tensor) -> ParameterLayout:
     states = unit.parameter_states.get(name, {})
     shards = {a: s.value for a, s in states.items() if isinstance(s.value, Shard)}
     stages = tuple(unit.stages_of.get(name, (0,)))
-    return ParameterLayout(name, tuple(value.shape), value.dtype, True, (), shards, stages)
+    data = unit.data_shards.get(name)
+    return ParameterLayout(name, tuple(value.shape), value.dtype, True, (), shards, stages, data)
 
 
 def single(
