@@ -25,6 +25,7 @@ from msc.ir import actions
 from msc.ir.placement import Partial
 from msc.ir.structure import placeholders
 from msc.ir.torch_private import lazy_graph_module
+from msc.passes.buckets import bucket_limit
 from msc.passes.chunks import Chunk, Key
 from msc.passes.compilation import Compilation, Variant
 from msc.passes.gradient_sums import GradientSums
@@ -95,7 +96,14 @@ class _Builder:
         self._placeholders()
         per_call = self.settings.zero == 3
         held = self._lowered()
-        self.in_use = ParametersInUse(self._act, self.chunks, held, self.sharding, per_call)
+        self.in_use = ParametersInUse(
+            self._act,
+            self.chunks,
+            held,
+            self.sharding,
+            per_call,
+            lambda size: bucket_limit(self.settings, "all_gather", self.settings.data_group, size),
+        )
         steps = self.unit.schedule.orders[self.stage]
         self.in_use.begin(steps)
         self._prologue()

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from msc.cost.flops import nbytes
 from msc.ir import actions
 from msc.ir.placement import Partial
+from msc.passes.buckets import bucket_limit, buckets
 from msc.passes.chunks import Chunk
 from msc.passes.compilation import Compilation
-from msc.passes.gradient_buckets import buckets
 from msc.passes.zero.collectives import Act, ShardGroup
 
 c10d = torch.ops._c10d_functional
@@ -41,7 +42,6 @@ def reduce_gradients(
     act: `act(function, *args, val=...)` appends a call to the rank graph; sharding: how dp ranks
     split them; chunks: the rank's; gradients: by parameter, in the order of the forward.
     """
-    limit = unit.settings.bucket_bytes
     split = {} if sharding is None else sharding.shards
     scattered: dict[int, list[str]] = {}
     summed: dict[tuple[str, int], list[str]] = {}
@@ -58,11 +58,13 @@ def reduce_gradients(
         if axes:
             summed.setdefault((",".join(axes), chunk), []).append(name)
     for members in scattered.values():
+        assert sharding is not None
+        limit = _limit(unit, "reduce_scatter", sharding.group, members, gradients)
         for bucket in buckets(members, gradients, limit):
-            assert sharding is not None
             started = sharding.start_reduction(act, bucket, [gradients[n] for n in bucket])
             gradients |= started.finish(act)
     for (group, _), members in summed.items():
+        limit = _limit(unit, "all_reduce", group, members, gradients)
         for bucket in buckets(members, gradients, limit):
             _all_reduce(act, unit, group, bucket, gradients)
 
@@ -76,8 +78,16 @@ def reduce_tied(act: Act, unit: Compilation, gradients: Gradients) -> None:
             tied.setdefault(f"pp[{','.join(map(str, stages))}]", []).append(name)
     # stages read tied weights in different orders; what they reduce together has one order
     for group, members in sorted(tied.items()):
-        for bucket in buckets(sorted(members), gradients, unit.settings.bucket_bytes):
+        limit = _limit(unit, "all_reduce", group, members, gradients)
+        for bucket in buckets(sorted(members), gradients, limit):
             _all_reduce(act, unit, group, bucket, gradients)
+
+
+def _limit(
+    unit: Compilation, kind: str, group: str, names: Sequence[str], gradients: Gradients
+) -> float:
+    whole = sum(nbytes(gradients[name].meta["val"]) for name in names)
+    return bucket_limit(unit.settings, kind, group, whole)
 
 
 def _all_reduce(

@@ -8,11 +8,12 @@ zero 3:     each call waits for the gather of what its first block reads, which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
 
+from msc.cost.flops import nbytes
 from msc.ir.structure import placeholders
 from msc.passes.chunks import Chunk
 from msc.passes.schedules.stages import Step
@@ -23,7 +24,8 @@ class ParametersInUse:
     """Gives calls of chunks their parameters.
 
     held: of each parameter what the rank has, in the dtype of the chunks; sharding: None where
-    nothing is split; per_call: parameters live only as long as a call (zero 3).
+    nothing is split; per_call: parameters live only as long as a call (zero 3); limit: bytes that
+    are gathered together, of so many bytes in all, where that is more than one block's.
     """
 
     def __init__(
@@ -33,12 +35,14 @@ class ParametersInUse:
         held: Mapping[str, fx.Node],
         sharding: ShardGroup | None,
         per_call: bool,
+        limit: Callable[[float], float],
     ) -> None:
         self.act = act
         self.chunks = {chunk.index: chunk for chunk in chunks}
         self.held = held
         self.sharding = sharding
         self.per_call = per_call
+        self.limit = limit
         self.whole: dict[str, fx.Node] = {}
         self.flying: dict[Step | int, list[Gathering]] = {}
         self.values = {name: val for chunk in chunks for name, val in chunk.values.items()}
@@ -48,13 +52,17 @@ class ParametersInUse:
         if self.sharding is None or self.per_call:
             return
         seen: set[str] = set()
-        for index in dict.fromkeys(step.chunk for step in steps):
-            chunk = self.chunks[index]
-            self.flying[index] = [
-                gathering
-                for names in _by_call(chunk.forward)
-                for gathering in self._start(_take(names, self.sharding, seen))
-            ]
+        order = list(dict.fromkeys(step.chunk for step in steps))
+        reads = {
+            index: [_take(n, self.sharding, seen) for n in _by_call(self.chunks[index].forward)]
+            for index in order
+        }
+        limit = self.limit(
+            self._nbytes([n for lists in reads.values() for ns in lists for n in ns])
+        )
+        for index in order:
+            together = self._joined(reads[index], limit)
+            self.flying[index] = [g for names in together for g in self._start(names)]
 
     def announce(self, step: Step) -> None:
         """Start to gather what a step's call is given whole, some time before it."""
@@ -73,6 +81,19 @@ class ParametersInUse:
         if self.per_call:
             self.whole.clear()
         return found
+
+    def _joined(self, reads: Sequence[list[str]], limit: float) -> list[list[str]]:
+        """What several calls read, in the lists of as many of them as `limit` allows."""
+        found: list[list[str]] = []
+        for names in reads:
+            if found and self._nbytes([*found[-1], *names]) <= limit:
+                found[-1] += names
+            else:
+                found.append(list(names))
+        return found
+
+    def _nbytes(self, names: Sequence[str]) -> float:
+        return sum(nbytes(self.values[name]) for name in names)
 
     def _start(self, names: Sequence[str]) -> list[Gathering]:
         assert self.sharding is not None
