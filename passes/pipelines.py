@@ -19,6 +19,7 @@ from msc.passes.fuse_sums import FuseSums
 from msc.passes.merge_branches import MergeBranches
 from msc.passes.normalize import NORMALIZE
 from msc.passes.overlap import Overlap
+from msc.passes.overlap_borders import OverlapBorders
 from msc.passes.place import Place
 from msc.passes.rank_graph import build_rank_graph
 from msc.passes.recompute.apply import Recompute
@@ -127,6 +128,7 @@ _FINISH = (
     SplitBackward(),  # as the schedule says; after recomputation, which changes the backward
     Overlap(),  # after all that changes a block's work
     BuildChunks(),
+    OverlapBorders(),  # on chunks, which say which block follows which
     ShardData(),  # on chunks: gathers and reductions go between the calls of their blocks
     BuildRankGraphs(),
     GatherLate(),

@@ -45,13 +45,19 @@ class _Inliner:
         self._copies: Counter[str] = Counter()
 
     def copy(
-        self, gm: fx.GraphModule, values: dict[fx.Node, Any], prefix: str, renamed: tuple[str, str]
+        self,
+        gm: fx.GraphModule,
+        values: dict[fx.Node, Any],
+        prefix: str,
+        renamed: tuple[str, str],
+        before: tuple[str, str] = ("", ""),
     ) -> Any:
         """Copy the nodes of `gm` and return its result.
 
         values: what stands for a node of `gm`: a node, or a structure of nodes for the results of
             a call. Placeholders that it lacks become placeholders.
-        renamed: a layer's module path in `gm`, and the one that its nodes get.
+        renamed: a layer's module path in `gm`, and the one that its nodes get; before: the same of
+            the nodes that come from the call before.
         """
         for node in gm.graph.nodes:
             if node.op == "output":
@@ -65,10 +71,11 @@ class _Inliner:
                 values[node] = args[0][args[1]]
             else:
                 values[node] = self._node(gm, node, args, values, prefix)
-                path = node.meta.get("module_path")
                 values[node].meta = dict(node.meta)
-                if path:
-                    values[node].meta["module_path"] = _renamed(path, renamed)
+                of_before = values[node].meta.pop("of_call_before", False)
+                if path := node.meta.get("module_path"):
+                    new = before if of_before else renamed
+                    values[node].meta["module_path"] = _renamed(path, new)
         raise ValueError("a graph without an output cannot be inlined")
 
     def _call(
@@ -81,10 +88,12 @@ class _Inliner:
     ) -> Any:
         callee = subgraph(gm, node)
         path = _renamed(node.meta.get("module_path") or "", renamed)
-        inner = (_home(callee), path) if path else renamed
+        inner = (_home(callee, False), path) if path else renamed
+        path_before = _renamed(node.meta.get("module_path_before", ""), renamed)
+        before = (_home(callee, True), path_before)
         values = dict(zip(placeholders(callee), args, strict=True))
         name = path.replace(".", "_") or node.name
-        return self.copy(callee, values, f"{prefix}{name}_", inner)
+        return self.copy(callee, values, f"{prefix}{name}_", inner, before)
 
     def _node(
         self,
@@ -111,10 +120,15 @@ class _Inliner:
         return name
 
 
-def _home(gm: fx.GraphModule) -> str:
-    """The path of the one layer whose nodes a graph holds; empty if there is none, or several."""
+def _home(gm: fx.GraphModule, of_before: bool) -> str:
+    """The path of the one layer whose nodes a graph holds; empty if there is none, or several.
+
+    of_before: of those nodes that come from the call before, or of the others.
+    """
     found: set[str] = set()
     for node in gm.graph.nodes:
+        if node.meta.get("of_call_before", False) != of_before:
+            continue
         layer = layer_of(node.meta.get("module_path") or "")
         if layer is not None:
             found.add(f"{layer[0]}.{layer[1]}" if layer[0] else str(layer[1]))
