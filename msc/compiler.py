@@ -61,6 +61,7 @@ def compile(
     plan: Plan | str | Path | None = None,
     rewrites: Sequence[Rewrite] = (),
     recompute: str | MemoryBudget = "none",
+    fuse_collectives: bool | str = "auto",
 ) -> Program:
     """Compile a single-device model into one program per rank of `mesh`.
 
@@ -98,6 +99,10 @@ def compile(
             stage it can need as much memory as "selective"; or `msc.MemoryBudget(bytes)`: the
             cheapest choice found that keeps every rank within so many bytes. `memory` is checked
             after it.
+        fuse_collectives: whether gathers and reduce-scatters become one op with the GEMMs that read
+            or make their values: "auto" where the cost model finds that it pays, which needs a
+            `cluster`; True wherever that is possible; False nowhere.
+            `report.fused_collectives` lists each place.
 
     Raises:
         CaptureError: the model is not one graph; names the user's line.
@@ -107,6 +112,7 @@ def compile(
     _require_count(microbatches)
     _require_bytes(memory)
     _check_backend(backend)
+    _check_fusing(fuse_collectives)
     optimizer = as_optimizer(optimizer, model)
     dtype, master = _dtype(precision)
     pipeline = TRAIN.with_user_passes(passes or {})
@@ -122,6 +128,7 @@ def compile(
         plan=None if plan is None else Plan.load(plan),
         rewrites=as_rewrites(rewrites),
         recompute=as_recompute(recompute),
+        fuse_collectives=fuse_collectives,
         measure=MemoryPredictor().bytes,
     )
     wanted = parse_pins(pins, settings.mesh)
@@ -209,6 +216,13 @@ def _require_bytes(memory: Any) -> None:
 def _check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise UserError(f"Backend '{backend}' is unknown. The backends are {', '.join(BACKENDS)}.")
+
+
+def _check_fusing(fuse_collectives: Any) -> None:
+    if not isinstance(fuse_collectives, bool) and fuse_collectives != "auto":
+        raise UserError(
+            f"fuse_collectives is {fuse_collectives!r}; it is 'auto', True or False."
+        )
 
 
 def _dtype(precision: str | torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:

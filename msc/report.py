@@ -49,6 +49,7 @@ class CompileReport:
     notes: what the compiler did otherwise than a user might expect.
     cpu_seconds: pass -> seconds; "capture" is the first.
     rewrites: each place that a rewrite looked at: what was done, or why it was left alone.
+    fused_collectives: each collective beside a GEMM: that it was fused, or why it was left alone.
     model_flops: of the GEMMs of a step on one device: the forward, and twice that for the backward
         (Narayanan et al., SC 2021).
     schedule: what was chosen, and what it costs; chunk_stages: the pipeline stage of each chunk.
@@ -67,6 +68,7 @@ class CompileReport:
     chunks: tuple[tuple[str, ...], ...] = ()
     search_cost: float = 0.0
     rewrites: tuple[str, ...] = ()
+    fused_collectives: tuple[str, ...] = ()
     model_flops: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +83,7 @@ class CompileReport:
             "instances": self.instances,
             "chunks": [list(chunk) for chunk in self.chunks],
             "rewrites": list(self.rewrites),
+            "fused_collectives": list(self.fused_collectives),
             "model_flops": self.model_flops,
             "schedule": {
                 **asdict(self.schedule),
@@ -110,6 +113,7 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         ),
         search_cost=unit.placed.cost if unit.placed else 0.0,
         rewrites=tuple(map(str, unit.findings)),
+        fused_collectives=tuple(map(str, unit.fusions)),
         model_flops=_model_flops(unit),
         schedule=_schedule(unit.schedule),
         chunk_stages=tuple(chunk.stage for chunk in unit.variants[0].chunks),

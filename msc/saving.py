@@ -295,6 +295,7 @@ def _report(data: Mapping[str, Any]) -> CompileReport:
         instances=data["instances"],
         chunks=tuple(tuple(chunk) for chunk in data["chunks"]),
         rewrites=tuple(data["rewrites"]),
+        fused_collectives=tuple(data["fused_collectives"]),
         model_flops=data["model_flops"],
         search_cost=data["search_cost"],
         schedule=ScheduleReport(

@@ -39,7 +39,8 @@ class Settings:
     placements to apply instead of searching; rewrites: changes of the mathematics, in order;
     recompute: what of the activations is recomputed in the backward; measure: the predicted bytes
     of a rank graph, for a budget (the passes do not see the code generator, whose work it models);
-    optimizers: of the parameters that are in a group, its hyperparameters.
+    optimizers: of the parameters that are in a group, its hyperparameters; fuse_collectives: whether
+    collectives become one op with their GEMMs, "auto": where that pays on a cluster.
     """
 
     mesh: Mesh
@@ -59,6 +60,7 @@ class Settings:
     rewrites: tuple[Rewrite, ...] = ()
     recompute: str | MemoryBudget = "none"
     measure: Callable[[fx.GraphModule], int] | None = None
+    fuse_collectives: bool | str = "auto"
 
     def optimizer_of(self, name: str) -> Optimizer:
         """The hyperparameters of one parameter."""
@@ -142,6 +144,7 @@ class Compilation(Unit):
         self.parameter_states = {}
         self.notes: list[str] = []
         self.findings: list[Finding] = []
+        self.fusions: list[Finding] = []
         self.stages_of = {}
         self.input_shapes = {}
         self.rank_graphs = []

@@ -38,10 +38,15 @@ class Overlap(GraphPass):
         before = [node for node in gm.graph.nodes if node.op == "call_function"]
         if not any(node.target in COLLECTIVES for node in before):
             return 0
-        after = _Scheduler(before, unit.settings).run()
+        after = overlapped(before, unit.settings)
         for node in after:
             gm.graph.output_node().prepend(node)
         return sum(one is not other for one, other in zip(before, after, strict=True))
+
+
+def overlapped(calls: list[fx.Node], settings: Settings) -> list[fx.Node]:
+    """The calls of a graph in the order that the pass gives them."""
+    return _Scheduler(calls, settings).run()
 
 
 class _Scheduler:
