@@ -220,9 +220,7 @@ def _check_backend(backend: str) -> None:
 
 def _check_fusing(fuse_collectives: Any) -> None:
     if not isinstance(fuse_collectives, bool) and fuse_collectives != "auto":
-        raise UserError(
-            f"fuse_collectives is {fuse_collectives!r}; it is 'auto', True or False."
-        )
+        raise UserError(f"fuse_collectives is {fuse_collectives!r}; it is 'auto', True or False.")
 
 
 def _dtype(precision: str | torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:

@@ -11,6 +11,7 @@ from torch import fx
 
 from msc.cost.flops import is_gemm, nbytes
 from msc.fallbacks import find_fallbacks, forward_flops
+from msc.ir.communication import collective_kind, group_of, moved_tensors
 from msc.ir.placement import Shard
 from msc.ir.structure import placeholders
 from msc.ir.values import operand_nodes, tensors_of
@@ -262,7 +263,7 @@ def _collectives(gm: fx.GraphModule) -> dict[str, tuple[int, int]]:
                     found[name] = (had[0] + calls, had[1] + size)
             elif (kind := _kind(node)) is not None:
                 had = found.get(kind, (0, 0))
-                size = sum(nbytes(t) for o in node.all_input_nodes for t in tensors_of(o))
+                size = _sent_bytes(node)
                 found[kind] = (had[0] + 1, had[1] + size)
         memo[id(module)] = found
         return found
@@ -271,10 +272,15 @@ def _collectives(gm: fx.GraphModule) -> dict[str, tuple[int, int]]:
 
 
 def _kind(node: fx.Node) -> str | None:
-    name = str(node.target)
-    if name.startswith("_c10d_functional.") and "wait" not in name:
-        group = node.args[-1]
-        return f"{name.split('.')[1]} over {group}"
+    if collective_kind(node) is not None:
+        return f"{str(node.target).split('.')[1]} over {group_of(node)}"
     if getattr(node.target, "__name__", "") == "send":
         return "send over pp"
     return None
+
+
+def _sent_bytes(node: fx.Node) -> int:
+    """Bytes that one rank gives to a collective or a send."""
+    if collective_kind(node) is not None:
+        return nbytes(moved_tensors(node)[0])
+    return sum(nbytes(t) for operand in node.all_input_nodes for t in tensors_of(operand))

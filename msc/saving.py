@@ -36,7 +36,7 @@ from msc.report import CompileReport, ScheduleReport
 from msc.saved_tensors import SavedTensors
 
 FORMAT = "msc program"
-VERSION = 2
+VERSION = 3
 PROGRAM = "program.json"
 TENSORS = "model.safetensors"
 

@@ -32,7 +32,7 @@ def call_cost(node: fx.Node, settings: Settings) -> float:
 
 
 def _fused_cost(node: fx.Node, settings: Settings) -> float:
-    """Of a collective and its GEMMs; without a cluster nothing is known of what hides behind what."""
+    """Of a collective and its GEMMs; without a cluster nothing hides behind anything."""
     call, cost = fused_call(node), settings.cost
     by_rows, over_rows = (
         sum(cost.compute(work.flops, work.memory_bytes) for work in works)

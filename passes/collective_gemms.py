@@ -232,7 +232,8 @@ def _over_rows(node: fx.Node, gathered: fx.Node) -> OverRows | None:
 
 def _reduce(start: fx.Node) -> Place | None:
     given, how, size, _ = start.args
-    assert isinstance(given, fx.Node) and isinstance(size, int)
+    assert isinstance(given, fx.Node)
+    assert isinstance(size, int)
     (wait,) = start.users
     before, whole = _made(given)
     found = _product(whole)

@@ -39,8 +39,8 @@ class Settings:
     placements to apply instead of searching; rewrites: changes of the mathematics, in order;
     recompute: what of the activations is recomputed in the backward; measure: the predicted bytes
     of a rank graph, for a budget (the passes do not see the code generator, whose work it models);
-    optimizers: of the parameters that are in a group, its hyperparameters; fuse_collectives: whether
-    collectives become one op with their GEMMs, "auto": where that pays on a cluster.
+    optimizers: of the parameters that are in a group, its hyperparameters; fuse_collectives:
+    whether collectives become one op with their GEMMs, "auto": where that pays on a cluster.
     """
 
     mesh: Mesh

@@ -6,9 +6,9 @@
     return (%y, %g)                                   %g = %f[1]
                                                       return (%y, %g)
 
-    %p = msc.linear_dgrad(%gy, %w)
-    %s = c10d.reduce_scatter_tensor(%p, 'sum', 2, 'tp')  ->  %gx = msc.matmul_reduce_scatter(%gy, %w,
-    %gx = c10d.wait_tensor(%s)                                   None, True, 0, 2, 'tp')
+    %p = msc.linear_dgrad(%gy, %w)                    %gx = msc.matmul_reduce_scatter(%gy, %w,
+    %s = c10d.reduce_scatter_tensor(%p, ..)     ->         None, True, 0, 2, 'tp')
+    %gx = c10d.wait_tensor(%s)
 
 By itself a GEMM can only follow the gather that it reads, and a reduction only follow the GEMM that
 it sums, so that nothing hides them. On a cluster a place is fused if that shortens the block, with
@@ -144,9 +144,7 @@ def _judge(gm: fx.GraphModule, place: Place, settings: Settings) -> tuple[str, s
     if settings.cost.cluster is None:
         return _NO_CLUSTER, ""
     trial = _copy(gm)
-    (same,) = (
-        each for each in places(trial) if each.start.name == place.start.name
-    )
+    (same,) = (each for each in places(trial) if each.start.name == place.start.name)
     pair = _pair_cost(same, settings)
     before = _time(trial, settings)
     alone = call_cost(fuse(same), settings)
@@ -160,8 +158,8 @@ def _judge(gm: fx.GraphModule, place: Place, settings: Settings) -> tuple[str, s
             "",
         )
     return (
-        f"fused it would take {_us(alone)} instead of {_us(pair)}, but other work of the block hides "
-        f"the transfer as well: the block would take {_us(abs(gain))} "
+        f"fused it would take {_us(alone)} instead of {_us(pair)}, but other work of the block "
+        f"hides the transfer as well: the block would take {_us(abs(gain))} "
         f"{'less' if gain > 0 else 'more'}",
         "",
     )
@@ -171,10 +169,15 @@ def _pair_cost(place: Place, settings: Settings) -> float:
     """The cost of a collective, its layout and its GEMMs, one after the other."""
     nodes = {place.start, place.gemm, *place.chain}
     if isinstance(place, Gather):
-        nodes |= {each.node for each in (*place.products, *place.over_rows)}
+        nodes |= set(_readers(place))
     elif isinstance(place, Reduce):
         nodes |= set(place.before)
     return sum(call_cost(node, settings) for node in nodes)
+
+
+def _readers(place: Gather) -> list[fx.Node]:
+    """The GEMMs that become part of the op, in the order of its results."""
+    return [each.node for each in place.products] + [each.node for each in place.over_rows]
 
 
 def _time(gm: fx.GraphModule, settings: Settings) -> float:
@@ -206,7 +209,7 @@ def fuse(place: Place) -> fx.Node:
 
 
 def _fuse_gather(place: Gather) -> fx.Node:
-    readers = [each.node for each in (*place.products, *place.over_rows)]
+    readers = _readers(place)
     graph = place.start.graph
     first = next(node for node in graph.nodes if node in place.gathered.users)
     args = (

@@ -48,6 +48,7 @@ def shared_bytes(nodes: Sequence[fx.Node]) -> dict[str, int]:
 
 def gather_then_multiply(
     gather: Gather,
+    size: int,
     x: Tensor,
     dim: int,
     weights: Sequence[Tensor],
@@ -56,7 +57,6 @@ def gather_then_multiply(
     others: Sequence[Tensor],
     is_first: Sequence[bool],
     keep: bool,
-    size: int,
 ) -> list[Tensor]:
     """`all_gather_matmul` as a gather along dim 0, which `gather` does, and GEMMs."""
     gathered = from_parts(gather(x.contiguous()), x.shape, dim, size)
@@ -65,12 +65,12 @@ def gather_then_multiply(
 
 def multiply_then_reduce(
     reduce_scatter: ReduceScatter,
+    size: int,
     x: Tensor,
     weight: Tensor,
     add: Tensor | None,
     transposed: bool,
     dim: int,
-    size: int,
 ) -> Tensor:
     """`matmul_reduce_scatter` as a GEMM and a reduce-scatter of dim 0."""
     own = product(x, weight, add, transposed)
@@ -80,16 +80,20 @@ def multiply_then_reduce(
 
 def _alone_all_gather_matmul(x: Tensor, *operands: Any) -> list[Tensor]:
     *rest, size, _ = operands
-    return gather_then_multiply(
-        lambda value: value.new_empty((size * value.shape[0], *value.shape[1:])), x, *rest, size
-    )
+
+    def gather(value: Tensor) -> Tensor:
+        return value.new_empty((size * value.shape[0], *value.shape[1:]))
+
+    return gather_then_multiply(gather, size, x, *rest)
 
 
 def _alone_matmul_reduce_scatter(x: Tensor, *operands: Any) -> Tensor:
     *rest, size, _ = operands
-    return multiply_then_reduce(
-        lambda value: value.new_empty((value.shape[0] // size, *value.shape[1:])), x, *rest, size
-    )
+
+    def reduce_scatter(value: Tensor) -> Tensor:
+        return value.new_empty((value.shape[0] // size, *value.shape[1:]))
+
+    return multiply_then_reduce(reduce_scatter, size, x, *rest)
 
 
 UNFUSED: dict[str, Callable[..., Any]] = {
@@ -101,6 +105,7 @@ UNFUSED: dict[str, Callable[..., Any]] = {
 
 def all_gather_matmul(
     memory: SharedMemory,
+    site: str,
     x: Tensor,
     dim: int,
     weights: Sequence[Tensor],
@@ -109,7 +114,6 @@ def all_gather_matmul(
     others: Sequence[Tensor],
     is_first: Sequence[bool],
     keep: bool,
-    site: str,
 ) -> list[Tensor]:
     """`msc.ir.ops.fused_collectives.all_gather_matmul` in shared memory."""
     size, here = memory.size, memory.position
@@ -140,12 +144,12 @@ def all_gather_matmul(
 
 def matmul_reduce_scatter(
     memory: SharedMemory,
+    site: str,
     x: Tensor,
     weight: Tensor,
     add: Tensor | None,
     transposed: bool,
     dim: int,
-    site: str,
 ) -> Tensor:
     """`msc.ir.ops.fused_collectives.matmul_reduce_scatter` in shared memory."""
     size, here = memory.size, memory.position

@@ -119,26 +119,26 @@ class ProcessRank(LocalActions):
         *rest, size, group, site = operands
         memory = self._memories.get(group)
         if memory is not None:
-            return fused.all_gather_matmul(memory, x, *rest, site)
+            return fused.all_gather_matmul(memory, site, x, *rest)
 
         def gather(value: Tensor) -> Tensor:
             result: Tensor = self.all_gather(value, size, group, site).wait()
             return result
 
-        return fused.gather_then_multiply(gather, x, *rest, size)
+        return fused.gather_then_multiply(gather, size, x, *rest)
 
     def matmul_reduce_scatter(self, x: Tensor, *operands: Any) -> Tensor:
         """Multiply and reduce; operands as those of the op, then the site."""
         *rest, size, group, site = operands
         memory = self._memories.get(group)
         if memory is not None:
-            return fused.matmul_reduce_scatter(memory, x, *rest, site)
+            return fused.matmul_reduce_scatter(memory, site, x, *rest)
 
         def reduce_scatter(value: Tensor) -> Tensor:
             result: Tensor = self.reduce_scatter(value, "sum", size, group, site).wait()
             return result
 
-        return fused.multiply_then_reduce(reduce_scatter, x, *rest, size)
+        return fused.multiply_then_reduce(reduce_scatter, size, x, *rest)
 
     def send(self, values: Sequence[Tensor], stage: int, channel: str, site: str) -> Pending:
         """Start sending to the rank at pp coordinate `stage`."""

@@ -127,15 +127,14 @@ class SharedMemory:
             else f"has begun {begun} calls only"
         )
         return CommunicationError(
-            f"rank {rank} waits for rank {peer} in {self._text}, call {self._call} of shared memory "
-            f"of group '{self._group}' {self._members}: for {self._timeout_s:g} s nothing came. "
+            f"rank {rank} waits for rank {peer} in {self._text}, call {self._call} of the shared "
+            f"memory of group '{self._group}' {self._members}: nothing came for "
+            f"{self._timeout_s:g} s. "
             f"Rank {peer} {state}: it has died or is stuck. Look at its output, and restart."
         )
 
 
-def share(
-    to: Communicator, group: str, half_bytes: int, timeout_s: float
-) -> SharedMemory | None:
+def share(to: Communicator, group: str, half_bytes: int, timeout_s: float) -> SharedMemory | None:
     """Shared memory for the members of a group; None if they are not on one host.
 
     half_bytes: what the largest call of this member needs; the largest of all members counts.
@@ -145,7 +144,7 @@ def share(
     half_bytes = max(_exchange(to, half_bytes))
     half_bytes = -(-half_bytes // _PAGE) * _PAGE
     total = _header_bytes(len(to.members)) + 2 * half_bytes
-    made = _make(total) if to.position == 0 else None
+    made = _make(total) if to.position == 0 else ("", b"", "")
     path, token, problem = _exchange(to, made)[0]
     if problem:
         raise CommunicationError(

@@ -155,7 +155,7 @@ class VirtualRank(LocalActions):
         shape = part_shape(own.shape, dim, size)
         parts = into_parts(own, dim, size)
         del own
-        part = yield self._start("reduce_scatter", parts, ("sum", size), group, site)
+        part: Tensor = yield self._start("reduce_scatter", parts, ("sum", size), group, site)
         return part.view(shape)
 
     def send(self, values: Sequence[Tensor], stage: int, channel: str, site: str) -> Token:

@@ -1,11 +1,11 @@
 """Seconds of a fused collective: GEMMs in parts, whose transfers run beside them.
 
 The kernel is a persistent one: `multiprocessors` programs take the tiles of the GEMMs in order, a
-part after the other. Gathering, the own shard comes first, which is there, and the tiles of another
-part start when it has arrived. Reducing, the own part comes last, and a part leaves when all its
-tiles are made; so what stays exposed is the first or the last part, or what the link cannot move in
-the time of the GEMMs. Tiles are equal, so a tile starts when the one `multiprocessors` before it has
-ended: the model is exact for such a schedule (Chang et al., "Flux", 2024, section 4, has the order).
+part after the other (Chang et al., "FLUX", arXiv 2406.06858). Gathering, the own shard comes first,
+which is there, and the tiles of another part start when it has arrived. Reducing, the own part
+comes last, and a part leaves when all its tiles are made; so what stays exposed is the first or the
+last part, or what the link cannot move in the time of the GEMMs. Tiles are equal, so a tile starts
+when the one `multiprocessors` before it has ended: the model is exact for such a schedule.
 
 What it costs to multiply in parts: the rows of a part are rounded up to tiles on their own, waits
 leave programs idle, and such a kernel runs at a part of the rate of the library's.
@@ -105,7 +105,7 @@ def fused_call(node: fx.Node) -> FusedCall:
     moved = max(map(nbytes, moved_tensors(node)))
     x, size = tensor_of(args[0]), args[-2]
     if kind == "all_gather":
-        _, dim, weights, _, transposed, others, is_first, keep, *_ = args
+        _, dim, weights, _, transposed, others, _, keep, *_ = args
         rows = size * x.numel() // x.shape[-1]
         products = [_columns(w, t) for w, t in zip(weights, transposed, strict=True)]
         over = [_gemm(x, x.shape[-1], tensor_of(other).shape[-1], rows) for other in others]

@@ -91,7 +91,7 @@ class SimulatedRank:
         return operation
 
     def _fused(self, step: Fused, operation: Communication) -> None:
-        """Compute beside a communication, once all have come; what computing does not hide is seen."""
+        """Compute beside a communication once all have come, and see what that does not hide."""
         self._idle(operation, operation.begin, operation.number - 1)
         begin = self.clock
         end = begin + step.call.seconds(self._network.cluster, operation.seconds)

@@ -36,9 +36,9 @@ def all_gather_matmul(
 ) -> list[Tensor]:
     """Gather x `[..., k]` along its row dim `dim` over `size` ranks to X, and multiply.
 
-    Returns, in order: for each weight `linear(X, weight, bias, transposed)`, `[..., n]`; for each of
-    `others`, `[..., n]` with the rows of X, the product over rows `linear_wgrad(X, other)` `[k, n]`,
-    or where `is_first` is False `linear_wgrad(other, X)` `[n, k]`; with `keep` X itself.
+    Returns, in order: for each weight `linear(X, weight, bias, transposed)`, `[..., n]`; for each
+    of `others`, `[..., n]` with the rows of X, the product over rows `linear_wgrad(X, other)`
+    `[k, n]`, or where `is_first` is False `linear_wgrad(other, X)` `[n, k]`; with `keep` X itself.
     """
     _not_here("all_gather_matmul", group)
 
@@ -78,9 +78,7 @@ def products(
     return [*results, gathered] if keep else results
 
 
-def over_rows(
-    gathered: Tensor, others: Sequence[Tensor], is_first: Sequence[bool]
-) -> list[Tensor]:
+def over_rows(gathered: Tensor, others: Sequence[Tensor], is_first: Sequence[bool]) -> list[Tensor]:
     """The products of `all_gather_matmul` that contract the rows; local."""
     return [
         linear_wgrad(gathered, other) if first else linear_wgrad(other, gathered)
