@@ -43,7 +43,8 @@ class FusedCall:
     kind: the collective in it; parts: ranks of the group; part_rows: rows of one part that lie
     together, in each of `runs` runs; columns: of each GEMM that is done in parts (`by_rows`).
     over_rows: GEMMs over the whole gathered value, after it; moved_bytes: of the whole value;
-    extra_bytes: read and written besides, to keep what was gathered or to sum what was sent.
+    extra_bytes: read and written besides: the own shard, put where others read it, who gather into
+    memory of their own; or what was sent here, to be summed.
     """
 
     kind: str
@@ -105,11 +106,11 @@ def fused_call(node: fx.Node) -> FusedCall:
     moved = max(map(nbytes, moved_tensors(node)))
     x, size = tensor_of(args[0]), args[-2]
     if kind == "all_gather":
-        _, dim, weights, _, transposed, others, _, keep, *_ = args
+        _, dim, weights, _, transposed, others, *_ = args
         rows = size * x.numel() // x.shape[-1]
         products = [_columns(w, t) for w, t in zip(weights, transposed, strict=True)]
         over = [_gemm(x, x.shape[-1], tensor_of(other).shape[-1], rows) for other in others]
-        extra = 2 * moved if keep else 0
+        extra = 2 * moved // size
         around = x.shape[:dim]
         part_rows = rows // size // math.prod(around)
     else:
