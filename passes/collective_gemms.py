@@ -178,29 +178,37 @@ def _gather(start: fx.Node) -> Place | None:
 
 def _gathered(wait: fx.Node, shard: Sequence[int], size: int) -> tuple[list[fx.Node], int]:
     """The nodes from a wait to the gathered value, and the dim along which it was gathered."""
-    alone = [wait], 0
+    for nodes in _layouts(wait):
+        shape = tuple(tensor_of(nodes[-1]).shape)
+        permutes = [node for node in nodes if node.target is _aten.permute.default]
+        for dim, length in enumerate(shard):
+            if shape != (*shard[:dim], size * length, *shard[dim + 1 :]):
+                continue
+            before, behind = math.prod(shard[:dim]), math.prod(shard[dim + 1 :])
+            if not permutes and before == 1:
+                return nodes, dim
+            for permute in permutes:
+                arranged = tuple(tensor_of(permute.all_input_nodes[0]).shape)
+                in_order = list(_ints(permute, 1)) == [1, 0, 2, 3]
+                if in_order and arranged == (size, before, length, behind):
+                    return nodes, dim
+    return [wait], 0
+
+
+def _layouts(wait: fx.Node) -> Iterator[list[fx.Node]]:
+    """The runs of nodes after a wait that may arrange what was gathered; views that do nothing to a
+    shape are not written."""
     view = _only_user(wait, _aten.view.default)
-    if view is None:
-        return alone
-    permute = _only_user(view, _aten.permute.default)
-    clone = None if permute is None else _only_user(permute, _aten.clone.default)
-    last = None if clone is None else _only_user(clone, _aten.view.default)
-    between = [1]
-    nodes = [wait, view]
-    if permute is not None and clone is not None and last is not None:
-        if list(_ints(permute, 1)) != [1, 0, 2, 3]:
-            return alone
-        between = list(_ints(view, 1))
-        nodes = [wait, view, permute, clone, last]
-    shape = tuple(tensor_of(nodes[-1]).shape)
-    if len(shape) != len(shard):
-        return alone
-    for dim, length in enumerate(shard):
-        before = math.prod(shard[:dim])
-        wanted = [size, before, length, math.prod(shard[dim + 1 :])] if len(nodes) > 2 else [before]
-        if between == wanted and shape == (*shard[:dim], size * length, *shard[dim + 1 :]):
-            return nodes, dim
-    return alone
+    heads = [[wait]] if view is None else [[wait, view], [wait]]
+    for head in heads:
+        permute = _only_user(head[-1], _aten.permute.default)
+        clone = None if permute is None else _only_user(permute, _aten.clone.default)
+        if permute is not None and clone is not None:
+            last = _only_user(clone, _aten.view.default)
+            if last is not None:
+                yield [*head, permute, clone, last]
+            yield [*head, permute, clone]
+    yield from heads
 
 
 def _row_product(node: fx.Node, gathered: fx.Node) -> RowProduct | None:

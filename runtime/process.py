@@ -45,11 +45,11 @@ class ProcessExecutor:
         self.groups = ProcessGroups(
             mesh, rank, used_groups(rank_graph), used_channels(rank_graph), timeout
         )
-        memories = _memories(self.groups, rank_graph, timeout)
+        self.memories = _memories(self.groups, rank_graph, timeout)
         if self.groups.device.type != "cpu":
             rank_graph = on_device(rank_graph, self.groups.device)
         self.emitted = emit(rank_graph, "process", compile_graph if backend == "inductor" else None)
-        self._rt = ProcessRank(mesh, rank, self.groups, memories)
+        self._rt = ProcessRank(mesh, rank, self.groups, self.memories)
         self._program = self.emitted.program
         self._names = [node.name for node in rank_graph.graph.find_nodes(op="placeholder")]
 

@@ -20,13 +20,16 @@ the lock that `_fence` passes through does.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,23 +46,33 @@ _TOKEN_BYTES = 16
 _YIELDS = 50
 """Polls that only give way to other threads; later ones sleep."""
 _SLEEP_S = 50e-6
+_LOOKS = 4000
+"""Polls between two looks at whether the other process is alive, some tenths of a second."""
 _LOCK = threading.Lock()
 
 
 class SharedMemory:
     """The shared memory of a group, as one of its members sees it; made by `share`.
 
-    Calls must be made by all members in the same order, each with `begin` first.
+    Calls must be made by all members in the same order, each with `begin` first. is_alive: whether
+    the process of a member is.
     """
 
     def __init__(
-        self, mapped: mmap.mmap, half_bytes: int, to: Communicator, group: str, timeout_s: float
+        self,
+        mapped: mmap.mmap,
+        half_bytes: int,
+        to: Communicator,
+        group: str,
+        timeout_s: float,
+        is_alive: Callable[[int], bool],
     ) -> None:
         self.size = len(to.members)
         self.position = to.position
         self._members = to.members
         self._group = group
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self._is_alive = is_alive
         self._half_bytes = half_bytes
         count = self.size * (self.size + 2)
         self._flags = (ctypes.c_int64 * count).from_buffer(mapped, _TOKEN_BYTES)
@@ -105,32 +118,30 @@ class SharedMemory:
         self._flags[flag] = self._call
 
     def _wait(self, flag: int, source: int) -> None:
-        polls, started = 0, 0.0
-        while self._flags[flag] < self._call:
+        polls, started = 0, time.monotonic()
+        while not self._done(flag):
             polls += 1
             if polls <= _YIELDS:
                 os.sched_yield()
                 continue
-            now = time.monotonic()
-            started = started or now
-            if now - started > self._timeout_s:
-                raise self._late(source)
             time.sleep(_SLEEP_S)
+            if polls % _LOOKS == 0 and not self._is_alive(source) and not self._done(flag):
+                raise self._lost(source, "has ended")
+            if time.monotonic() - started > self.timeout_s:
+                raise self._lost(source, f"gave nothing for {self.timeout_s:g} s")
         _fence()
 
-    def _late(self, source: int) -> CommunicationError:
+    def _done(self, flag: int) -> bool:
+        return self._flags[flag] >= self._call
+
+    def _lost(self, source: int, what: str) -> CommunicationError:
         rank, peer = self._members[self.position], self._members[source]
         begun = self._flags[source]
-        state = (
-            "has begun it and not come so far"
-            if begun >= self._call
-            else f"has begun {begun} calls only"
-        )
+        state = "in this call" if begun >= self._call else f"after its call {begun}"
         return CommunicationError(
             f"rank {rank} waits for rank {peer} in {self._text}, call {self._call} of the shared "
-            f"memory of group '{self._group}' {self._members}: nothing came for "
-            f"{self._timeout_s:g} s. "
-            f"Rank {peer} {state}: it has died or is stuck. Look at its output, and restart."
+            f"memory of group '{self._group}' {self._members}, but rank {peer} {what}, {state}. "
+            "Look at its output, and restart."
         )
 
 
@@ -143,8 +154,8 @@ def share(to: Communicator, group: str, half_bytes: int, timeout_s: float) -> Sh
     assert to.handle is not None
     half_bytes = max(_exchange(to, half_bytes))
     half_bytes = -(-half_bytes // _PAGE) * _PAGE
-    total = _header_bytes(len(to.members)) + 2 * half_bytes
-    made = _make(total) if to.position == 0 else ("", b"", "")
+    total = memory_bytes(len(to.members), half_bytes)
+    made = make_file(total) if to.position == 0 else ("", b"", "")
     path, token, problem = _exchange(to, made)[0]
     if problem:
         raise CommunicationError(
@@ -152,13 +163,33 @@ def share(to: Communicator, group: str, half_bytes: int, timeout_s: float) -> Sh
             f"memory: {problem}. Give the host more (docker run --shm-size), or compile with "
             "fuse_collectives=False."
         )
-    mapped = _open(path, token, total)
+    opened = open_file(path, token, total)
+    if opened is not None:
+        fcntl.lockf(opened[0], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, to.position)
     try:
-        everyone = all(_exchange(to, mapped is not None))
+        everyone = all(_exchange(to, opened is not None))
     finally:
         if to.position == 0:
             Path(path).unlink(missing_ok=True)
-    return SharedMemory(mapped, half_bytes, to, group, timeout_s) if mapped and everyone else None
+    if opened is None or not everyone:
+        return None
+    file, mapped = opened
+    memory = SharedMemory(mapped, half_bytes, to, group, timeout_s, partial(_holds_lock, file))
+    weakref.finalize(memory, os.close, file)
+    return memory
+
+
+def _holds_lock(file: int, position: int) -> bool:
+    """Whether a member's process still has its lock, the byte at its position: else it has ended.
+
+    The kernel takes it away from a process that dies, however it does.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
+    except OSError:
+        return True
+    fcntl.lockf(file, fcntl.LOCK_UN, 1, position)
+    return False
 
 
 def _exchange(to: Communicator, value: _T) -> list[_T]:
@@ -168,7 +199,7 @@ def _exchange(to: Communicator, value: _T) -> list[_T]:
     return found  # type: ignore[return-value]
 
 
-def _make(total: int) -> tuple[str, bytes, str]:
+def make_file(total: int) -> tuple[str, bytes, str]:
     """A new file of zeros with a token at its start: path, token, and what went wrong."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -184,18 +215,21 @@ def _make(total: int) -> tuple[str, bytes, str]:
     return path, token, ""
 
 
-def _open(path: str, token: bytes, total: int) -> mmap.mmap | None:
-    """The file's memory; None if this host has no such file."""
+def open_file(path: str, token: bytes, total: int) -> tuple[int, mmap.mmap] | None:
+    """The open file and its memory; None if this host has no such file."""
     try:
-        file = os.open(path, os.O_RDWR)
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
-    try:
-        if os.pread(file, _TOKEN_BYTES, 0) != token:
-            return None
-        return mmap.mmap(file, total)
-    finally:
+    if os.pread(file, _TOKEN_BYTES, 0) != token:
         os.close(file)
+        return None
+    return file, mmap.mmap(file, total)
+
+
+def memory_bytes(size: int, half_bytes: int) -> int:
+    """Bytes of the whole memory of a group of `size` members."""
+    return _header_bytes(size) + 2 * half_bytes
 
 
 def _header_bytes(size: int) -> int:
