@@ -100,6 +100,11 @@ class Gather(Place):
     over_rows: tuple[OverRows, ...]
     keep: bool
 
+    @property
+    def readers(self) -> list[fx.Node]:
+        """The GEMMs that can be part of the op: by rows, then over them."""
+        return [each.node for each in self.products] + [each.node for each in self.over_rows]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce(Place):
