@@ -140,7 +140,7 @@ def run_rank(rank: int, folder: str, depths: tuple[int, ...], rounds: int) -> No
 
 def ratio(result: Result) -> float:
     """Fused over unfused: the median of the rounds' ratios, since a round's ways are neighbours."""
-    found = result["cpu_seconds"]
+    found: dict[str, list[float]] = result["cpu_seconds"]
     pairs = zip(found["fused"], found["unfused"], strict=True)
     return statistics.median(fused / unfused for fused, unfused in pairs)
 

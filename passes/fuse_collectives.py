@@ -94,7 +94,8 @@ def _fuse_all(gm: fx.GraphModule, settings: Settings, alike: bool) -> list[Findi
     for start in [place.start for place in places(gm)]:
         (place,) = (each for each in places(gm) if each.start is start)
         where = _where(place)
-        reason, form, gain = place.reason or ("" if alike else _OTHERS_DIFFER), place, ""
+        form: Place | None = place
+        reason, gain = place.reason or ("" if alike else _OTHERS_DIFFER), ""
         if not reason and settings.fuse_collectives == "auto":
             form, gain = best_form(gm, place, settings)
             reason = gain if form is None else ""

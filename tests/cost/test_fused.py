@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
 from msc.cost import Cluster
 from msc.cost import fused as fused_cost
@@ -76,21 +76,13 @@ def test_a_transfer_is_never_free_of_charge_and_never_doubled(kind: str) -> None
         previous = found
 
 
-def node(target: object, *args: object) -> fx.Node:
-    build = Builder()
-    given = {
-        "x": build.input("x", 2, 128, 16, dtype=torch.bfloat16),
-        "w": build.input("w", 512, 16, dtype=torch.bfloat16),
-        "o": build.input("o", 2, 1024, 32, dtype=torch.bfloat16),
-    }
-    args = fx.node.map_aggregate(args, lambda each: given.get(each, each))  # type: ignore[assignment]
-    return build.call(target, *args)  # type: ignore[arg-type]
-
-
 def test_sizes_are_read_off_the_graph() -> None:
-    gathers = fused_call(
-        node(ALL_GATHER_MATMUL, "x", 1, ["w"], [None], [False], ["o"], [True], True, 8, "tp")
-    )
+    build = Builder()
+    x = build.input("x", 2, 128, 16, dtype=torch.bfloat16)
+    w = build.input("w", 512, 16, dtype=torch.bfloat16)
+    o = build.input("o", 2, 1024, 32, dtype=torch.bfloat16)
+    args: tuple[Any, ...] = (x, 1, [w], [None], [False], [o], [True], True, 8, "tp")
+    gathers = fused_call(build.call(ALL_GATHER_MATMUL, *args))
     whole = 2 * 1024 * 16
     assert (gathers.kind, gathers.parts, gathers.runs, gathers.part_rows) == (
         "all_gather",
@@ -101,7 +93,7 @@ def test_sizes_are_read_off_the_graph() -> None:
     assert gathers.columns == (512,)
     assert gathers.flops == 2 * 2048 * 16 * (512 + 32)
     assert (gathers.moved_bytes, gathers.extra_bytes) == (2 * whole, 2 * 2 * whole // 8)
-    reduces = fused_call(node(MATMUL_REDUCE_SCATTER, "x", "w", None, False, 1, 8, "tp"))
+    reduces = fused_call(build.call(MATMUL_REDUCE_SCATTER, x, w, None, False, 1, 8, "tp"))
     whole = 2 * 128 * 512
     assert (reduces.kind, reduces.runs, reduces.part_rows) == ("reduce_scatter", 2, 16)
     assert (reduces.moved_bytes, reduces.extra_bytes) == (2 * whole, 2 * whole * 9 // 8)

@@ -403,7 +403,7 @@ def test_the_check_refuses_what_does_not_run() -> None:
 def fused_gather(build: Builder, x: fx.Node, rows: int = 4, size: int = 2) -> None:
     """A gather along dim 0 inside a GEMM."""
     given, w = build.input("g", rows, 3), build.input("w", 5, 3)
-    args = (given, 0, [w], [None], [False], [], [], False, size, "pp")
+    args: tuple[Any, ...] = (given, 0, [w], [None], [False], [], [], False, size, "pp")
     build.call(ALL_GATHER_MATMUL, *args)
 
 
@@ -415,7 +415,7 @@ def fused_reduce(build: Builder, x: fx.Node) -> None:
 def test_fused_collectives_meet_and_need_not_multiply_alike() -> None:
     def other(build: Builder, x: fx.Node) -> None:
         given, w = build.input("g", 4, 3), build.input("w", 7, 3)
-        args = (given, 0, [w, w], [None, None], [False] * 2, [], [], True, 2, "pp")
+        args: tuple[Any, ...] = (given, 0, [w, w], [None, None], [False] * 2, [], [], True, 2, "pp")
         build.call(ALL_GATHER_MATMUL, *args)
         fused_reduce(build, x)
 

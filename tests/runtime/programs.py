@@ -107,7 +107,6 @@ def fused(rank: int) -> fx.GraphModule:
     args = (x, 1, [w, v], [b, None], [False, True], [other], [False], True, 2, "tp")
     whole = build.call(ALL_GATHER_MATMUL, *args)
     y, z, gradient, gathered = (build.item(whole, index) for index in range(4))
-    args = (y, w, None, True, 1, 2, "tp")
-    first = build.call(MATMUL_REDUCE_SCATTER, *args)
+    first = build.call(MATMUL_REDUCE_SCATTER, y, w, None, True, 1, 2, "tp")
     second = build.call(MATMUL_REDUCE_SCATTER, y, w, gathered, True, 0, 2, "tp")
     return build.done(z, gradient, gathered, first, second)

@@ -6,6 +6,7 @@ threads run.
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import random
@@ -168,7 +169,7 @@ def test_nothing_that_is_returned_lies_in_shared_memory() -> None:
     first = together(2, lambda position: call(position, 0))
     kept = [[each.clone() for each in results] for results in first]
     for number in range(1, 4):
-        together(2, lambda position, number=number: call(position, number))
+        together(2, functools.partial(call, number=number))
     torch.testing.assert_close(first, kept, rtol=0, atol=0)
 
 

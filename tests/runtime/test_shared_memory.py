@@ -17,7 +17,6 @@ from msc.ir.errors import CommunicationError
 from msc.ir.mesh import Mesh
 from msc.runtime import process, shared_memory
 from msc.runtime.process import ProcessExecutor
-from msc.runtime.shared_memory import SharedMemory
 from msc.runtime.virtual import VirtualExecutor
 from tests.runtime import programs
 
@@ -61,8 +60,9 @@ def _rank(rank: int, folder: Path) -> None:
     found: dict[str, Any] = {"steps": [executor.run(inputs(rank)) for _ in range(3)]}
     lines = Path("/proc/self/maps").read_text().splitlines()
     found["unnamed"] = all("(deleted)" in line for line in lines if "/msc-" in line)
-    process.share = _apart  # type: ignore[assignment]
-    found["unfused"] = ProcessExecutor(MESH, graph, timeout=TIMEOUT).run(inputs(rank))
+    with pytest.MonkeyPatch.context() as patch:  # as if the ranks were on two hosts
+        patch.setattr(process, "share", lambda *_: None)
+        found["unfused"] = ProcessExecutor(MESH, graph, timeout=TIMEOUT).run(inputs(rank))
     torch.save(found, folder / f"{rank}.pt")
     if rank == 0:
         (memory,) = executor.memories.values()
@@ -79,11 +79,6 @@ def _rank(rank: int, folder: Path) -> None:
         dist.barrier()
         os._exit(0)
     dist.destroy_process_group()
-
-
-def _apart(*_: Any) -> SharedMemory | None:
-    """As if the ranks were on two hosts."""
-    return None
 
 
 def test_a_file_of_another_host_is_not_taken(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -153,7 +154,7 @@ def test_a_fused_collective_needs_what_it_needs_unfused() -> None:
     """The gathered value beside the product, or the product beside its part of the sum."""
     build = Builder()
     x, w = build.input("x", 4, 10), build.input("w", 5, 10)
-    args = (x, 0, [w], [None], [False], [], [], False, 2, "tp")
+    args: tuple[Any, ...] = (x, 0, [w], [None], [False], [], [], False, 2, "tp")
     y = build.item(build.call(ALL_GATHER_MATMUL, *args), 0)
     assert built(build, y) == 8 * (40 + 50 + 80 + 40)
 
@@ -166,7 +167,7 @@ def test_a_fused_collective_needs_what_it_needs_unfused() -> None:
 def test_what_a_fused_gather_keeps_stays() -> None:
     build = Builder()
     x, w = build.input("x", 4, 10), build.input("w", 5, 10)
-    args = (x, 0, [w], [None], [False], [], [], True, 2, "tp")
+    args: tuple[Any, ...] = (x, 0, [w], [None], [False], [], [], True, 2, "tp")
     fused = build.call(ALL_GATHER_MATMUL, *args)
     y, whole = build.item(fused, 0), build.item(fused, 1)
     z = build.call(ATEN.sin.default, build.call(ATEN.cat.default, [y, y, y]))
