@@ -12,8 +12,9 @@
                                                     return (done,)
 
 There are two dialects. In "process", waiting is a call that blocks. In "virtual", a function that
-waits is a generator: it yields what it waits for and is sent the result. All else is the same, and
-a graph that waits for nothing is a plain function in both.
+waits is a generator: it yields what it waits for and is sent the result; a fused collective, which
+is complete when it returns, is a generator of `rt`'s own. All else is the same, and a graph that
+waits for nothing is a plain function in both.
 
 Arguments travel in a list that the callee empties, so that a value ends where it is last read and
 not where the outermost caller returns. `rt` is the executor's side of the program: a method for
@@ -38,7 +39,15 @@ from msc.codegen.lifetime import last_uses, reuses_total, unpacked
 from msc.codegen.names import Namespace, Renderer, op_name
 from msc.codegen.pieces import cut_at_communication
 from msc.ir import actions
-from msc.ir.communication import STARTS, WAITS, check_form, graphs_below, is_communication, subgraph
+from msc.ir.communication import (
+    FUSED,
+    STARTS,
+    WAITS,
+    check_form,
+    graphs_below,
+    is_communication,
+    subgraph,
+)
 from msc.ir.errors import VerifyError
 from msc.ir.ops.library import KERNELS
 from msc.ir.values import describe
@@ -101,7 +110,7 @@ class Emitter:
         known = self._waits.get(id(module))
         if known is None:
             known = self._waits[id(module)] = any(
-                (node.op == "call_function" and node.target in WAITS)
+                (node.op == "call_function" and (node.target in WAITS or node.target in FUSED))
                 or (node.op == "call_module" and self.waits(subgraph(module, node)))
                 for node in module.graph.nodes
             )
@@ -238,6 +247,10 @@ class _Function:
         if node.target in WAITS:
             token = self._render.value(node.args[0])
             return f"yield {token}" if self._emitter.dialect == "virtual" else f"rt.wait({token})"
+        if node.target in FUSED:
+            before = "yield from " if self._emitter.dialect == "virtual" else ""
+            arguments = self._arguments(node)
+            return f"{before}rt.{FUSED[node.target]}({arguments}, {self._site(node)!r})"
         if node.target in STARTS:
             return f"rt.{STARTS[node.target]}({self._arguments(node)}, {self._site(node)!r})"
         if node.target in actions.ACTIONS:

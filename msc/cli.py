@@ -113,6 +113,24 @@ RecomputeOption = Annotated[
         metavar="POLICY|BYTES",
     ),
 ]
+
+
+class Fuse(StrEnum):
+    """Whether collectives become one op with the GEMMs beside them."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
+_FUSE: dict[Fuse, bool | str] = {Fuse.auto: "auto", Fuse.on: True, Fuse.off: False}
+FuseOption = Annotated[
+    Fuse,
+    typer.Option(
+        "--fuse-collectives",
+        help="Make collectives one op with their GEMMs: where it pays on the cluster, on or off.",
+    ),
+]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", help="Take placements from this file; search nothing.")
 ]
@@ -138,6 +156,7 @@ def verify(
         DType | None, typer.Option("--dtype", help="Compare in this dtype; float64 is exact.")
     ] = None,
     recompute: RecomputeOption = "none",
+    fuse_collectives: FuseOption = Fuse.auto,
     plan: PlanFile = None,
     pins: PinsFile = None,
     as_json: Json = False,
@@ -158,6 +177,7 @@ def verify(
             shard_group=shard_group,
             precision=None if dtype is None else dtype.value,
             recompute=_recompute(recompute),
+            fuse_collectives=_FUSE[fuse_collectives],
             plan=plan,
             pins=load_pins(pins),
         )
@@ -188,6 +208,7 @@ def compile_command(
     cluster: ClusterFile = None,
     memory: Memory = None,
     recompute: RecomputeOption = "none",
+    fuse_collectives: FuseOption = Fuse.auto,
     plan: PlanFile = None,
     pins: PinsFile = None,
     save_plan: Annotated[
@@ -215,6 +236,7 @@ def compile_command(
             cluster=cluster,
             memory=memory,
             recompute=recompute,
+            fuse_collectives=_FUSE[fuse_collectives],
             plan=plan,
         )
         if save_plan is not None:
@@ -281,6 +303,7 @@ def simulate(
     optimizer: OptimizerOption = None,
     precision: Precision = None,
     recompute: RecomputeOption = "none",
+    fuse_collectives: FuseOption = Fuse.auto,
     plan: PlanFile = None,
     pins: PinsFile = None,
     trace: Annotated[
@@ -303,6 +326,7 @@ def simulate(
             precision=precision,
             cluster=cluster,
             recompute=recompute,
+            fuse_collectives=_FUSE[fuse_collectives],
             plan=plan,
         )
         result = program.simulate(cluster)

@@ -63,6 +63,7 @@ def compile(
     recompute: str | MemoryBudget = "none",
     zero: int = 0,
     shard_group: int | None = None,
+    fuse_collectives: bool | str = "auto",
 ) -> Program:
     """Compile a single-device model into one program per rank of `mesh`.
 
@@ -105,6 +106,10 @@ def compile(
             the parameters, which are gathered block by block for each use.
         shard_group: how many neighbours on dp split it, each group a replica of the others; a
             divisor of dp. None: all of dp.
+        fuse_collectives: whether gathers and reduce-scatters become one op with the GEMMs that read
+            or make their values: "auto" where the cost model finds that it pays, which needs a
+            `cluster`; True wherever that is possible; False nowhere.
+            `report.fused_collectives` lists each place.
 
     Raises:
         CaptureError: the model is not one graph; names the user's line.
@@ -115,6 +120,7 @@ def compile(
     _require_count(microbatches)
     _require_bytes(memory)
     _check_backend(backend)
+    _check_fusing(fuse_collectives)
     optimizer = as_optimizer(optimizer, model)
     dtype, master = _dtype(precision)
     pipeline = TRAIN.with_user_passes(passes or {})
@@ -130,6 +136,7 @@ def compile(
         plan=None if plan is None else Plan.load(plan),
         rewrites=as_rewrites(rewrites),
         recompute=as_recompute(recompute),
+        fuse_collectives=fuse_collectives,
         measure=MemoryPredictor().bytes,
         zero=zero,
         shard_group=shard_group,
@@ -239,6 +246,11 @@ def _require_bytes(memory: Any) -> None:
 def _check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise UserError(f"Backend '{backend}' is unknown. The backends are {', '.join(BACKENDS)}.")
+
+
+def _check_fusing(fuse_collectives: Any) -> None:
+    if not isinstance(fuse_collectives, bool) and fuse_collectives != "auto":
+        raise UserError(f"fuse_collectives is {fuse_collectives!r}; it is 'auto', True or False.")
 
 
 def _dtype(precision: str | torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:

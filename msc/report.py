@@ -11,6 +11,7 @@ from torch import fx
 
 from msc.cost.flops import is_gemm, nbytes
 from msc.fallbacks import find_fallbacks, forward_flops
+from msc.ir.communication import collective_kind, group_of, moved_tensors
 from msc.ir.placement import Shard
 from msc.ir.structure import placeholders
 from msc.ir.values import operand_nodes, tensors_of
@@ -49,6 +50,7 @@ class CompileReport:
     notes: what the compiler did otherwise than a user might expect.
     cpu_seconds: pass -> seconds; "capture" is the first.
     rewrites: each place that a rewrite looked at: what was done, or why it was left alone.
+    fused_collectives: each collective beside a GEMM: that it was fused, or why it was left alone.
     model_flops: of the GEMMs of a step on one device: the forward, and twice that for the backward
         (Narayanan et al., SC 2021).
     schedule: what was chosen, and what it costs; chunk_stages: the pipeline stage of each chunk.
@@ -67,6 +69,7 @@ class CompileReport:
     chunks: tuple[tuple[str, ...], ...] = ()
     search_cost: float = 0.0
     rewrites: tuple[str, ...] = ()
+    fused_collectives: tuple[str, ...] = ()
     model_flops: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +84,7 @@ class CompileReport:
             "instances": self.instances,
             "chunks": [list(chunk) for chunk in self.chunks],
             "rewrites": list(self.rewrites),
+            "fused_collectives": list(self.fused_collectives),
             "model_flops": self.model_flops,
             "schedule": {
                 **asdict(self.schedule),
@@ -110,6 +114,7 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         ),
         search_cost=unit.placed.cost if unit.placed else 0.0,
         rewrites=tuple(map(str, unit.findings)),
+        fused_collectives=tuple(map(str, unit.fusions)),
         model_flops=_model_flops(unit),
         schedule=_schedule(unit.schedule),
         chunk_stages=tuple(chunk.stage for chunk in unit.variants[0].chunks),
@@ -260,7 +265,7 @@ def _collectives(gm: fx.GraphModule) -> dict[str, tuple[int, int]]:
                     found[name] = (had[0] + calls, had[1] + size)
             elif (kind := _kind(node)) is not None:
                 had = found.get(kind, (0, 0))
-                size = sum(nbytes(t) for o in node.all_input_nodes for t in tensors_of(o))
+                size = _sent_bytes(node)
                 found[kind] = (had[0] + 1, had[1] + size)
         memo[id(module)] = found
         return found
@@ -269,10 +274,15 @@ def _collectives(gm: fx.GraphModule) -> dict[str, tuple[int, int]]:
 
 
 def _kind(node: fx.Node) -> str | None:
-    name = str(node.target)
-    if name.startswith("_c10d_functional.") and "wait" not in name:
-        group = node.args[-1]
-        return f"{name.split('.')[1]} over {group}"
+    if collective_kind(node) is not None:
+        return f"{str(node.target).split('.')[1]} over {group_of(node)}"
     if getattr(node.target, "__name__", "") == "send":
         return "send over pp"
     return None
+
+
+def _sent_bytes(node: fx.Node) -> int:
+    """Bytes that one rank gives to a collective or a send."""
+    if collective_kind(node) is not None:
+        return nbytes(moved_tensors(node)[0])
+    return sum(nbytes(t) for operand in node.all_input_nodes for t in tensors_of(operand))

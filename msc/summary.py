@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+from msc.ir.rewrites import LEFT_ALONE
 
 if TYPE_CHECKING:
     from msc.program import Program
@@ -131,6 +134,7 @@ def print_compile(program: Program, dump: Path | None) -> None:
         [(name, f"{value:.3f}") for name, value in seconds.items()]
         + [("total", f"{sum(seconds.values()):.3f}")],
     )
+    _print_lines(console, "fused collectives", _fusions(report.fused_collectives))
     _print_lines(console, "fallbacks", report.fallbacks)
     _print_lines(console, "notes", report.notes)
     if dump is not None:
@@ -174,6 +178,13 @@ def _print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
         console.print(f"\n{title}", markup=False)
     for line in lines:
         console.print(f"  {line}", markup=False)
+
+
+def _fusions(findings: Sequence[str]) -> list[str]:
+    """What was fused, and for what reasons how many places were not."""
+    fused = [each for each in findings if LEFT_ALONE not in each]
+    reasons = Counter(each.partition(LEFT_ALONE)[2] for each in findings if LEFT_ALONE in each)
+    return [*fused, *(f"{count} places left alone: {why}" for why, count in reasons.items())]
 
 
 def _path(path: str) -> str:

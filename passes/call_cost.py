@@ -6,7 +6,8 @@ from torch import fx
 
 from msc.cost import call_flops, window_of
 from msc.cost.flops import is_gemm, nbytes
-from msc.ir.communication import COLLECTIVES, WAITS, group_of
+from msc.cost.fused import fused_call
+from msc.ir.communication import COLLECTIVES, FUSED, WAITS, group_of
 from msc.ir.torch_private import storage_key
 from msc.ir.values import operand_nodes, tensors_of
 from msc.passes.compilation import Settings
@@ -17,6 +18,8 @@ def call_cost(node: fx.Node, settings: Settings) -> float:
     """What a node costs, in the unit of `settings.cost`; views, items and waits cost nothing."""
     if not is_call(node) or node.target in WAITS or is_view(node):
         return 0.0
+    if node.target in FUSED:
+        return _fused_cost(node, settings)
     operands = [tensors_of(o)[0] for o in operand_nodes(node) if tensors_of(o)]
     results = tensors_of(node)
     if node.target in COLLECTIVES:
@@ -26,6 +29,19 @@ def call_cost(node: fx.Node, settings: Settings) -> float:
     gemm = is_gemm(node.target)
     flops = call_flops(node.target, operands, results, window_of(node)) if gemm else 0
     return settings.cost.compute(flops, sum(map(nbytes, (*operands, *results))))
+
+
+def _fused_cost(node: fx.Node, settings: Settings) -> float:
+    """Of a collective and its GEMMs; without a cluster nothing hides behind anything."""
+    call, cost = fused_call(node), settings.cost
+    by_rows, over_rows = (
+        sum(cost.compute(work.flops, work.memory_bytes) for work in works)
+        for works in (call.by_rows, call.over_rows)
+    )
+    transfer = cost.collective(call.kind, call.moved_bytes, call.parts)
+    if cost.cluster is None:
+        return by_rows + over_rows + cost.compute(0.0, call.extra_bytes) + transfer
+    return call.seconds_of(cost.cluster, by_rows, over_rows, transfer)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -41,7 +41,9 @@ class Settings:
     recompute: what of the activations is recomputed in the backward; measure: the predicted bytes
     of a rank graph, for a budget (the passes do not see the code generator, whose work it models);
     optimizers: of the parameters that are in a group, its hyperparameters; zero: what is split over
-    dp: 1 optimizer state, 2 gradients too, 3 parameters too; shard_group: among so many neighbours.
+    dp: 1 optimizer state, 2 gradients too, 3 parameters too; shard_group: among so many neighbours;
+    fuse_collectives: whether collectives become one op with their GEMMs, "auto": where that pays on
+    a cluster.
     """
 
     mesh: Mesh
@@ -63,6 +65,7 @@ class Settings:
     rewrites: tuple[Rewrite, ...] = ()
     recompute: str | MemoryBudget = "none"
     measure: Callable[[fx.GraphModule], int] | None = None
+    fuse_collectives: bool | str = "auto"
 
     def optimizer_of(self, name: str) -> Optimizer:
         """The hyperparameters of one parameter."""
@@ -166,6 +169,7 @@ class Compilation(Unit):
         self.parameter_states = {}
         self.notes: list[str] = []
         self.findings: list[Finding] = []
+        self.fusions: list[Finding] = []
         self.stages_of = {}
         self.input_shapes = {}
         self.data_shards = {}

@@ -44,7 +44,7 @@ def reorder(gm: fx.GraphModule, settings: Settings) -> int:
     before = [node for node in gm.graph.nodes if node.op == "call_function"]
     if not any(node.target in COLLECTIVES for node in before):
         return 0
-    after = _Scheduler(before, settings).run()
+    after = overlapped(before, settings)
     for node in after:
         gm.graph.output_node().prepend(node)
     return sum(one is not other for one, other in zip(before, after, strict=True))
@@ -65,6 +65,11 @@ def makespan(nodes: Sequence[fx.Node], settings: Settings) -> float:
         else:
             now += call_cost(node, settings)
     return now
+
+
+def overlapped(calls: list[fx.Node], settings: Settings) -> list[fx.Node]:
+    """The calls of a graph in the order that the pass gives them."""
+    return _Scheduler(calls, settings).run()
 
 
 class _Scheduler:

@@ -15,6 +15,7 @@ from msc.passes.compilation import Compilation
 from msc.passes.cut import cut
 from msc.passes.differentiate import Differentiated, differentiate
 from msc.passes.fuse_bias import FuseBias
+from msc.passes.fuse_collectives import FuseCollectives
 from msc.passes.fuse_sums import FuseSums
 from msc.passes.merge_branches import MergeBranches
 from msc.passes.normalize import NORMALIZE
@@ -126,6 +127,7 @@ class CheckCommunication(UnitPass):
 
 _FINISH = (
     SplitBackward(),  # as the schedule says; after recomputation, which changes the backward
+    FuseCollectives(),  # when no graph is cut any more, and before what is left is overlapped
     Overlap(),  # after all that changes a block's work
     BuildChunks(),
     OverlapBorders(),  # on chunks, which say which block follows which

@@ -9,12 +9,23 @@ from typing import Any
 
 from torch import fx
 
-from msc.ir.communication import COLLECTIVES, graphs_below, group_of, used_channels, used_groups
+from msc.ir.communication import (
+    collective_kind,
+    graphs_below,
+    group_of,
+    used_channels,
+    used_groups,
+)
 from msc.ir.errors import PlanError
 from msc.ir.groups import Group
 from msc.ir.mesh import Mesh
 
-_SIZE_ARGUMENT = {"all_gather": 1, "reduce_scatter": 2}
+_SIZE_ARGUMENT = {
+    "all_gather": 1,
+    "reduce_scatter": 2,
+    "all_gather_matmul": -2,
+    "matmul_reduce_scatter": -2,
+}
 
 
 @dataclass(frozen=True)
@@ -169,7 +180,7 @@ def _check_sizes(mesh: Mesh, program: fx.GraphModule) -> None:
     """Raise `PlanError` if a collective's number of members is not that of its group."""
     for module in graphs_below(program):
         for node in module.graph.nodes:
-            position = _SIZE_ARGUMENT.get(COLLECTIVES.get(node.target, ""))
+            position = _SIZE_ARGUMENT.get(collective_kind(node) or "")
             if position is None:
                 continue
             size = Group.parse(group_of(node)).size(mesh)

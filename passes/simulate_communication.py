@@ -12,7 +12,15 @@ import torch
 from torch import fx
 
 from msc.ir import actions
-from msc.ir.communication import COLLECTIVES, POINT_TO_POINT, WAITS, group_of, subgraph
+from msc.ir.communication import (
+    FUSED,
+    POINT_TO_POINT,
+    WAITS,
+    collective_kind,
+    group_of,
+    moved_tensors,
+    subgraph,
+)
 from msc.ir.errors import CommunicationError, VerifyError
 from msc.ir.values import DTYPE_NAMES, describe, tensor_of
 from msc.passes.rank_colors import Colors
@@ -92,7 +100,9 @@ class Simulation:
                 index: Any = node.args[1]
                 values[node] = whole[index] if isinstance(whole, tuple) else None
             else:
-                values[node] = self._start(color, node, path)
+                values[node] = operation = self._start(color, node, path)
+                if node.target in FUSED and not operation.done:
+                    yield operation
         return None
 
     def _relevant(self, color: int, graph: fx.GraphModule) -> list[fx.Node]:
@@ -117,7 +127,7 @@ class Simulation:
         return self._steps[key]
 
     def _matters(self, color: int, node: fx.Node, found: dict[fx.Node, None]) -> bool:
-        if node.target in COLLECTIVES:
+        if collective_kind(node) is not None:
             return group_of(node) in self._between[color]
         if node.target in POINT_TO_POINT:
             return True
@@ -133,15 +143,16 @@ class Simulation:
     def _start(self, color: int, node: fx.Node, path: str) -> Operation:
         module_path = node.meta.get("module_path")
         site = f"{path}%{node.name}" + (f" ({module_path})" if module_path else "")
-        if node.target in COLLECTIVES:
-            kind, name, signature, text = _collective(node)
+        collective = collective_kind(node)
+        if collective is not None:
+            kind, name, signature, text = _collective(node, collective)
             members = self._colors.groups[color][name]
         else:
             kind, name, stage, signature, text = _message(node)
             peer = self._colors.peer(color, stage)
             members = (min(color, peer), max(color, peer))
             text += f" rank {self._colors.rank(peer)} on channel '{name}'"
-        communicator = (f"{'group' if node.target in COLLECTIVES else 'channel'} '{name}'", members)
+        communicator = (f"{'group' if collective else 'channel'} '{name}'", members)
         number = self._numbers[communicator, color]
         self._numbers[communicator, color] += 1
         operation = Operation(color, kind, signature, communicator, number, text, site)
@@ -217,10 +228,11 @@ def _tokens(value: Any, values: dict[fx.Node, Any]) -> Any:
     return None
 
 
-def _collective(node: fx.Node) -> tuple[str, str, Hashable, str]:
-    kind = COLLECTIVES[node.target]
+def _collective(node: fx.Node, kind: str) -> tuple[str, str, Hashable, str]:
     value = _value(node, node.args[0])
-    rest = tuple(node.args[1:-1])
+    rest: tuple[Any, ...] = tuple(node.args[1:-1])
+    if node.target in FUSED:  # what each rank multiplies with is its own affair
+        value, rest = moved_tensors(node)[0], (node.args[-2],)
     described = ", ".join([describe(value), *map(str, rest)])
     text = f"{kind}({described}) on '{group_of(node)}'"
     if kind == "all_to_all":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,11 +13,13 @@ from torch import Tensor, fx
 from msc.codegen.devices import on_device
 from msc.codegen.emit import emit
 from msc.codegen.inductor import compile_graph
-from msc.ir.communication import used_channels, used_groups
+from msc.ir.communication import fused_nodes, used_channels, used_groups
 from msc.ir.errors import InputError
 from msc.ir.mesh import Mesh
+from msc.runtime import fused_collectives as fused
 from msc.runtime.actions import LocalActions
 from msc.runtime.process_groups import ProcessGroups
+from msc.runtime.shared_memory import SharedMemory, share
 from msc.runtime.transport import GlooTransport, NativeTransport, Pending
 
 Backend = Literal["aten", "inductor"]
@@ -43,10 +45,11 @@ class ProcessExecutor:
         self.groups = ProcessGroups(
             mesh, rank, used_groups(rank_graph), used_channels(rank_graph), timeout
         )
+        self.memories = _memories(self.groups, rank_graph, timeout)
         if self.groups.device.type != "cpu":
             rank_graph = on_device(rank_graph, self.groups.device)
         self.emitted = emit(rank_graph, "process", compile_graph if backend == "inductor" else None)
-        self._rt = ProcessRank(mesh, rank, self.groups)
+        self._rt = ProcessRank(mesh, rank, self.groups, self.memories)
         self._program = self.emitted.program
         self._names = [node.name for node in rank_graph.graph.find_nodes(op="placeholder")]
 
@@ -65,11 +68,21 @@ class ProcessExecutor:
 
 
 class ProcessRank(LocalActions):
-    """`rt` of the process dialect."""
+    """`rt` of the process dialect.
 
-    def __init__(self, mesh: Mesh, rank: int, groups: ProcessGroups) -> None:
+    memories: of the groups whose fused collectives run in shared memory.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        groups: ProcessGroups,
+        memories: Mapping[str, SharedMemory],
+    ) -> None:
         super().__init__(mesh, rank)
         self._groups = groups
+        self._memories = memories
         self._transport = GlooTransport() if groups.backend == "gloo" else NativeTransport()
 
     @staticmethod
@@ -101,6 +114,32 @@ class ProcessRank(LocalActions):
             return _alone(value)
         return self._transport.all_to_all(value, received, sent, to)
 
+    def all_gather_matmul(self, x: Tensor, *operands: Any) -> list[Tensor]:
+        """Gather and multiply; operands as those of the op, then the site."""
+        *rest, size, group, site = operands
+        memory = self._memories.get(group)
+        if memory is not None:
+            return fused.all_gather_matmul(memory, site, x, *rest)
+
+        def gather(value: Tensor) -> Tensor:
+            result: Tensor = self.all_gather(value, size, group, site).wait()
+            return result
+
+        return fused.gather_then_multiply(gather, size, x, *rest)
+
+    def matmul_reduce_scatter(self, x: Tensor, *operands: Any) -> Tensor:
+        """Multiply and reduce; operands as those of the op, then the site."""
+        *rest, size, group, site = operands
+        memory = self._memories.get(group)
+        if memory is not None:
+            return fused.matmul_reduce_scatter(memory, site, x, *rest)
+
+        def reduce_scatter(value: Tensor) -> Tensor:
+            result: Tensor = self.reduce_scatter(value, "sum", size, group, site).wait()
+            return result
+
+        return fused.multiply_then_reduce(reduce_scatter, size, x, *rest)
+
     def send(self, values: Sequence[Tensor], stage: int, channel: str, site: str) -> Pending:
         """Start sending to the rank at pp coordinate `stage`."""
         to = self._groups.channel(channel, stage)
@@ -124,6 +163,25 @@ class ProcessRank(LocalActions):
             dist.irecv(value, source.peer, group=source.handle, tag=source.tag) for value in values
         ]
         return Pending(works, values)
+
+
+def _memories(
+    groups: ProcessGroups, rank_graph: fx.GraphModule, timeout: timedelta | None
+) -> dict[str, SharedMemory]:
+    """Shared memory for the groups that have fused collectives, where all members can have it."""
+    found: dict[str, SharedMemory] = {}
+    if groups.backend != "gloo":
+        return found  # on CUDA they run as collective and GEMM
+    wanted = fused.shared_bytes(fused_nodes(rank_graph))
+    # the order in which groups are made, so that no two ranks wait for each other in a ring
+    for name in sorted(wanted, key=lambda name: (name, groups.group(name).members)):
+        to = groups.group(name)
+        if to.handle is not None:
+            seconds = (timeout or dist.constants.default_pg_timeout).total_seconds()
+            memory = share(to, name, wanted[name], seconds)
+            if memory is not None:
+                found[name] = memory
+    return found
 
 
 def _alone(value: Tensor) -> Pending:

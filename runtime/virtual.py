@@ -17,6 +17,13 @@ from msc.codegen.emit import Emitter
 from msc.ir.errors import CommunicationError, InputError
 from msc.ir.groups import Group
 from msc.ir.mesh import Mesh
+from msc.ir.ops.fused_collectives import (
+    from_parts,
+    into_parts,
+    part_shape,
+    product,
+    products,
+)
 from msc.runtime.actions import LocalActions
 from msc.runtime.network import Network, Token
 
@@ -130,6 +137,26 @@ class VirtualRank(LocalActions):
     ) -> Token:
         """Start an exchange of rows of dim 0: `sent[i]` of them to member i."""
         return self._start("all_to_all", value, (tuple(received), tuple(sent)), group, site)
+
+    def all_gather_matmul(
+        self, x: Tensor, dim: int, *operands: Any
+    ) -> Generator[Token, Any, list[Tensor]]:
+        """Gather, then multiply; operands as those of the op, then the site."""
+        *rest, size, group, site = operands
+        parts = yield self._start("all_gather", x.contiguous(), (size,), group, site)
+        return products(from_parts(parts, x.shape, dim, size), *rest)
+
+    def matmul_reduce_scatter(
+        self, x: Tensor, weight: Tensor, add: Tensor | None, transposed: bool, *operands: Any
+    ) -> Generator[Token, Any, Tensor]:
+        """Multiply, then reduce; operands as those of the op, then the site."""
+        dim, size, group, site = operands
+        own = product(x, weight, add, transposed)
+        shape = part_shape(own.shape, dim, size)
+        parts = into_parts(own, dim, size)
+        del own
+        part: Tensor = yield self._start("reduce_scatter", parts, ("sum", size), group, site)
+        return part.view(shape)
 
     def send(self, values: Sequence[Tensor], stage: int, channel: str, site: str) -> Token:
         """Start sending to the rank at pp coordinate `stage`."""

@@ -246,6 +246,23 @@ def test_what_to_recompute_reaches_the_program(models: str) -> None:
     assert budget <= int(leanest) < none
 
 
+def test_whether_to_fuse_collectives_reaches_the_program(models: str) -> None:
+    """This model is split by columns, so that nothing can be fused; each place has the reason."""
+    options = (f"{models}:build", "--mesh", "tp=2", "--fuse-collectives")
+    found = {
+        wanted: json.loads(run("compile", *options, wanted, "--json").stdout)["fused_collectives"]
+        for wanted in ("auto", "on", "off")
+    }
+    assert found["off"] == []
+    assert found["on"] == found["auto"]
+    assert "left alone: dim 1 is scattered, which the GEMM's weight has" in found["on"][0]
+    printed = run("compile", *options, "on").stdout
+    assert "  1 places left alone: dim 1 is scattered, which the GEMM's weight has" in printed
+    assert run("verify", *options, "on").exit_code == 0
+    assert run("simulate", *options, "on", "--cluster", "h100").exit_code == 0
+    assert run("compile", *options, "always").exit_code == 2
+
+
 def test_explain_says_where_everything_lies(models: str, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     result = run("explain", f"{models}:on_meta", "--mesh", "tp=2", "--html", str(page))

@@ -24,7 +24,9 @@ class Cluster:
     ("float32" -> FLOP/s); memory_bytes_per_s: device memory; memory_bytes: capacity of one device;
     devices_per_node; *_bytes_per_s: bandwidth of one device, one way, inside a node and across
     nodes; *_latency_s: of one message; launch_s: floor of one op; gemm_efficiency: the fraction of
-    the peak that GEMMs reach, as measured; sources: where the figures are from.
+    the peak that GEMMs reach, as measured; multiprocessors: that work on the tiles of a GEMM at
+    once, 1 if tiles are so small that their number does not matter; sources: where the figures are
+    from.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Cluster:
     network_latency_s: float = 2e-5
     launch_s: float = 5e-6
     gemm_efficiency: float = 1.0
+    multiprocessors: int = 1
     dtype_flops_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     sources: str = ""
 

@@ -10,15 +10,10 @@ from torch import fx
 from msc.cost import CostModel
 from msc.cost.flops import nbytes
 from msc.explanation.facts import Total
+from msc.ir.communication import MOVES, collective_kind, moved_tensors
 from msc.ir.groups import Group
 from msc.ir.mesh import Mesh
 from msc.ir.values import tensors_of
-
-_KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-}
 
 
 def totals(
@@ -85,20 +80,14 @@ def _sent(gm: fx.GraphModule, memo: dict[int, Sent]) -> Sent:
     return found
 
 
-def collective_kind(node: fx.Node) -> str | None:
-    """The kind of a collective's start node, as the cost model names it; None for another node."""
-    name = str(node.target)
-    if node.op != "call_function" or not name.startswith("_c10d_functional."):
-        return None
-    return _KINDS.get(name.split(".")[1])
-
-
 def payload_bytes(node: fx.Node) -> int:
     """Bytes of the whole value that a collective moves: the larger of its two sides."""
-    sides = [*tensors_of(node), *(t for o in node.all_input_nodes for t in tensors_of(o))]
-    return max(nbytes(tensor) for tensor in sides)
+    return max(map(nbytes, moved_tensors(node)))
 
 
 def collective_cost(kind: str, size: int, group: str, cost: CostModel, mesh: Mesh) -> float:
-    """Modelled cost of one call on a group, such as `tp`, `dp,tp` or `pp[0,3]`."""
-    return cost.collective(kind, size, Group.parse(group).size(mesh))
+    """Modelled cost of one call on a group, such as `tp`, `dp,tp` or `pp[0,3]`.
+
+    Of a fused collective what it costs unfused: how much of it is hidden `Program.simulate` says.
+    """
+    return cost.collective(MOVES.get(kind, kind), size, Group.parse(group).size(mesh))

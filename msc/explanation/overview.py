@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from msc.cost import CostModel
-from msc.explanation.communication import collective_cost, collective_kind, payload_bytes
+from msc.explanation.communication import collective_cost, payload_bytes
 from msc.explanation.facts import Communication, Module, Part, Value
+from msc.ir.communication import collective_kind
 from msc.ir.placement import REPLICATED, Partial, Replicate, State
 from msc.ir.structure import layer_names, layer_of, output_nodes
 from msc.ir.values import describe, tensors_of

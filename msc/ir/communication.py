@@ -11,6 +11,8 @@ from torch import fx
 
 from msc.ir import actions
 from msc.ir.errors import VerifyError
+from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from msc.ir.values import operand_nodes, tensor_of, tensors_of
 
 _c10d = torch.ops._c10d_functional
 
@@ -22,7 +24,18 @@ COLLECTIVES: dict[Any, str] = {
 }
 """Start nodes of collectives, with the names that executors give them."""
 
+FUSED: dict[Any, str] = {
+    ALL_GATHER_MATMUL: "all_gather_matmul",
+    MATMUL_REDUCE_SCATTER: "matmul_reduce_scatter",
+}
+"""Collectives that compute too, and are complete when they return, with executors' names for them.
+They take part in the order of their group as a start and its wait would."""
+
+MOVES = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
+"""The collective inside each of them."""
+
 _ARGUMENTS = {"all_gather": 3, "reduce_scatter": 4, "all_reduce": 3, "all_to_all": 4}
+_ARGUMENTS |= {"all_gather_matmul": 10, "matmul_reduce_scatter": 7}
 
 WAITS: frozenset[Any] = frozenset({_c10d.wait_tensor.default, actions.wait})
 POINT_TO_POINT: dict[Any, str] = {actions.send: "send", actions.recv: "recv"}
@@ -30,15 +43,41 @@ STARTS: dict[Any, str] = {**COLLECTIVES, **POINT_TO_POINT}
 
 
 def is_communication(node: fx.Node) -> bool:
-    """Whether a node starts or completes a communication."""
-    return node.op == "call_function" and (node.target in STARTS or node.target in WAITS)
+    """Whether a node starts or completes a communication, or both."""
+    return node.op == "call_function" and (
+        node.target in STARTS or node.target in WAITS or node.target in FUSED
+    )
+
+
+def collective_kind(node: fx.Node) -> str | None:
+    """The name of the collective that a node starts, or is; None for any other node."""
+    if node.op != "call_function":
+        return None
+    return COLLECTIVES.get(node.target) or FUSED.get(node.target)
+
+
+def moved_tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The value that a collective moves, on this rank's side and on the whole one's.
+
+    Of a fused one it is what is gathered or summed, which may be no operand or result of it.
+    """
+    kind = FUSED.get(node.target)
+    if kind is None:
+        return [tensor for each in (*operand_nodes(node), node) for tensor in tensors_of(each)]
+    size: Any = node.args[-2]
+    if kind == "matmul_reduce_scatter":
+        part = tensor_of(node)
+        return [part.new_empty((size * part.shape[0], *part.shape[1:])), part]
+    operand: Any = node.args[0]
+    part = tensor_of(operand)
+    return [part, part.new_empty((size * part.shape[0], *part.shape[1:]))]
 
 
 def check_form(node: fx.Node) -> None:
     """Raise `VerifyError` for communication that is not written in the agreed form.
 
-    Start nodes have positional arguments only; of the functional collectives only those of
-    `COLLECTIVES` exist in a rank graph.
+    Start nodes and fused ones have positional arguments only; of the functional collectives only
+    those of `COLLECTIVES` exist in a rank graph.
     """
     if node.op != "call_function":
         return
@@ -46,8 +85,9 @@ def check_form(node: fx.Node) -> None:
     if getattr(node.target, "namespace", "") == "_c10d_functional" and not known:
         names = ", ".join(str(target) for target in COLLECTIVES)
         raise VerifyError(f"%{node.name} calls {node.target}; a rank graph uses {names}.")
-    if node.target in COLLECTIVES:
-        whole = len(node.args) == _ARGUMENTS[COLLECTIVES[node.target]] and not node.kwargs
+    kind = collective_kind(node)
+    if kind is not None:
+        whole = len(node.args) == _ARGUMENTS[kind] and not node.kwargs
         if not whole or not isinstance(node.args[-1], str):
             raise VerifyError(
                 f"%{node.name} = {node.target} must have all arguments by position, the last one "
@@ -61,7 +101,7 @@ def check_form(node: fx.Node) -> None:
 
 
 def group_of(node: fx.Node) -> str:
-    """The symbolic group of a collective's start node."""
+    """The symbolic group of a collective's start node, or of a fused one."""
     return str(node.args[-1])
 
 
@@ -100,9 +140,19 @@ def used_groups(module: fx.GraphModule) -> tuple[str, ...]:
         group_of(node)
         for graph_module in graphs_below(module)
         for node in graph_module.graph.nodes
-        if node.op == "call_function" and node.target in COLLECTIVES
+        if collective_kind(node) is not None
     }
     return tuple(sorted(names))
+
+
+def fused_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    """The fused collectives of a program, each node of each of its graphs once."""
+    return [
+        node
+        for graph_module in graphs_below(module)
+        for node in graph_module.graph.nodes
+        if node.op == "call_function" and node.target in FUSED
+    ]
 
 
 def used_channels(module: fx.GraphModule) -> tuple[tuple[str, int], ...]:

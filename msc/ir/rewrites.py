@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+LEFT_ALONE = "left alone: "
+"""Before the reason of a place that was not rewritten, in its text."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -22,7 +25,7 @@ class Finding:
     what: str
 
     def __str__(self) -> str:
-        kept = "" if self.changed else "left alone: "
+        kept = "" if self.changed else LEFT_ALONE
         return f"{self.rewrite}, {self.where or 'the model'}: {kept}{self.what}"
 
 

@@ -71,7 +71,7 @@ class KeepBudget(UnitPass):
         measure = unit.settings.measure
         assert measure is not None  # compile gives it together with a budget
         trial = copy.copy(unit)
-        trial.graphs, trial.stages_of, trial.rank_graphs = {}, {}, []
+        trial.graphs, trial.stages_of, trial.rank_graphs, trial.remarks = {}, {}, [], []
         trial.variants = [
             replace(v, differentiated={}, at_stage=_copies(v, unit, choices), chunks=[])
             for v in unit.variants

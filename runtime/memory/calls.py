@@ -20,12 +20,13 @@ from msc.codegen.fast_calls import FAST_CALLS
 from msc.codegen.in_place import in_place_calls
 from msc.codegen.lifetime import reuses_total
 from msc.ir import actions
-from msc.ir.communication import STARTS, WAITS
+from msc.ir.communication import FUSED, STARTS, WAITS
 from msc.ir.mesh import Mesh
 from msc.ir.ops.library import KERNELS
 from msc.ir.torch_private import FakeTensorMode, storage_key
 from msc.ir.values import operand_nodes
 from msc.runtime.actions import LocalActions
+from msc.runtime.fused_collectives import UNFUSED
 from msc.runtime.memory.meter import StorageMeter
 
 
@@ -127,6 +128,8 @@ class _Runner:
     def _function(self, node: fx.Node, args: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
         """What generated code calls for a node, and with which arguments."""
         target: Any = node.target
+        if target in FUSED:
+            return UNFUSED[FUSED[target]], args
         if target in actions.ACTIONS:
             name = target.__name__
             in_place = target is actions.accumulate and args[0] is not None and reuses_total(node)

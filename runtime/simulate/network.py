@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from msc.cost import Cluster
 from msc.cost.collectives import collective_seconds, send_seconds
 from msc.cost.topology import Span, crosses_nodes, group_spans
+from msc.ir.communication import MOVES
 from msc.ir.errors import CommunicationError
 from msc.ir.groups import Group
 from msc.ir.mesh import Mesh
@@ -98,6 +99,7 @@ class Communicator:
     def _seconds(self, kind: str, payload_bytes: int) -> float:
         if isinstance(self._link, bool):
             return send_seconds(self._cluster, payload_bytes, self._link)
+        kind = MOVES.get(kind, kind)
         return max(
             collective_seconds(self._cluster, kind, payload_bytes, span) for span in self._link
         )
@@ -119,7 +121,7 @@ class Network:
         axes: Collection[str],
     ) -> None:
         self._mesh = mesh
-        self._cluster = cluster
+        self.cluster = cluster
         self._ranks = ranks
         self._class_of = class_of
         # which classes meet in a group does not depend on the sizes of the other axes
@@ -142,7 +144,7 @@ class Network:
         coordinates = [self._few.coordinate(rank) for rank in members]
         stages = frozenset(at.get("pp", 0) for at in coordinates)
         classes = tuple(sorted({self._class_of(self._mesh.rank(at)) for at in coordinates}))
-        spans = group_spans(self._mesh, group, stages, self._cluster.devices_per_node)
+        spans = group_spans(self._mesh, group, stages, self.cluster.devices_per_node)
         return self._shared(start.name, classes, stages, spans)
 
     def _channel(self, own: int, start: Start) -> Communicator:
@@ -155,7 +157,7 @@ class Network:
                 f"mesh {self._mesh} has stages 0 to {self._mesh.axis_size('pp') - 1}."
             )
         other = self._class_of(self._mesh.rank({**here, "pp": peer}))
-        across = crosses_nodes(self._mesh, stage, peer, self._cluster.devices_per_node)
+        across = crosses_nodes(self._mesh, stage, peer, self.cluster.devices_per_node)
         classes = tuple(sorted((own, other)))
         return self._shared(start.name, classes, frozenset((stage, peer)), across)
 
@@ -171,7 +173,7 @@ class Network:
     ) -> Communicator:
         key = (name, classes)
         if key not in self._known:
-            self._known[key] = Communicator(self._cluster, name, classes, stages, link)
+            self._known[key] = Communicator(self.cluster, name, classes, stages, link)
         return self._known[key]
 
     @property

@@ -10,7 +10,7 @@ from torch import fx
 
 from msc.ir.errors import VerifyError
 from msc.runtime.simulate.network import Communication, Network
-from msc.runtime.simulate.templates import Call, Compute, Item, Start, Template, Wait
+from msc.runtime.simulate.templates import Call, Compute, Fused, Item, Start, Template, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,12 @@ class SimulatedRank:
             self._slice("compute", step.label, self.clock, self.clock + step.seconds)
             self.clock += step.seconds
         elif isinstance(step, Start):
-            communicator = self._network.communicator(self.own, step)
-            operation = communicator.join(self.own, step, self.clock)
-            self.communications.append((step.kind, operation))
-            values[step.node] = operation
+            values[step.node] = self._start(step)
+        elif isinstance(step, Fused):
+            operation = self._start(step.start)
+            if not operation.done:
+                yield operation
+            self._fused(step, operation)
         elif isinstance(step, Wait):
             awaited = values.get(step.source)
             if not isinstance(awaited, Communication):
@@ -82,14 +84,37 @@ class SimulatedRank:
         elif isinstance(step, Item):
             values[step.node] = values[step.source][step.index]
 
+    def _start(self, start: Start) -> Communication:
+        communicator = self._network.communicator(self.own, start)
+        operation = communicator.join(self.own, start, self.clock)
+        self.communications.append((start.kind, operation))
+        return operation
+
+    def _fused(self, step: Fused, operation: Communication) -> None:
+        """Compute beside a communication once all have come, and see what that does not hide."""
+        self._idle(operation, operation.begin, operation.number - 1)
+        begin = self.clock
+        end = begin + step.call.seconds(self._network.cluster, operation.seconds)
+        self._slice("compute", step.label, begin, begin + step.busy)
+        self._slice("wait", f"wait {operation.kind}", begin + step.busy, end)
+        operation.exposed[self.own] = end - begin - step.busy
+        self.clock = end
+
     def _wait(self, operation: Communication) -> None:
-        """Let the compute stream wait for a communication, and say what the time went to."""
+        """Let the compute stream wait for a communication to end."""
+        self._idle(operation, operation.end, operation.number)
+
+    def _idle(self, operation: Communication, until: float, last: int) -> None:
+        """Let the compute stream wait, and say what the time went to.
+
+        last: the number of the last operation of the communicator that may have been under way.
+        """
         begin, idle = self.clock, 0.0
-        if operation.end <= begin:
+        if until <= begin:
             return
         communicator = operation.communicator
-        known = operation.end  # what the time from here on went to
-        for number in range(operation.number, -1, -1):  # it queued behind those before it
+        known = until  # what the time from here on went to
+        for number in range(last, -1, -1):  # it queued behind those before it
             each = communicator.operations[number]
             if each.end <= begin:
                 break
@@ -101,7 +126,7 @@ class SimulatedRank:
             self.bubble += idle
         else:
             self.skew += idle
-        self.clock = operation.end
+        self.clock = until
         self._slice("wait", f"wait {operation.kind} {communicator.name}", begin, self.clock)
 
     def _slice(self, kind: str, label: str, begin: float, end: float) -> None:

@@ -22,10 +22,12 @@ from torch.utils import _pytree as pytree
 
 from msc.cost import Cluster
 from msc.cost.flops import nbytes
+from msc.cost.fused import FusedCall, fused_call
 from msc.cost.roofline import Work
 from msc.ir import actions
 from msc.ir.communication import (
     COLLECTIVES,
+    FUSED,
     POINT_TO_POINT,
     STARTS,
     WAITS,
@@ -63,6 +65,16 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Fused:
+    """A collective that computes beside what it moves; busy: seconds of computing alone."""
+
+    start: Start
+    call: FusedCall
+    busy: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """The compute stream waits for the communication that `source` holds."""
 
@@ -88,7 +100,7 @@ class Item:
     index: int
 
 
-Step = Compute | Start | Wait | Call | Item
+Step = Compute | Start | Fused | Wait | Call | Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +160,8 @@ class _Builder:
                 self._call(node)
             elif node.op == "call_function" and node.target in STARTS:
                 self._start(node)
+            elif node.op == "call_function" and node.target in FUSED:
+                self._fused(node)
             elif node.op == "call_function" and node.target in WAITS:
                 self._wait(node)
             elif node.target is operator.getitem and node.args[0] in self.carriers:
@@ -210,6 +224,15 @@ class _Builder:
         source: Any = node.args[0]
         self._need([source])
         self._step(Wait(source))
+
+    def _fused(self, node: fx.Node) -> None:
+        call = fused_call(node)
+        busy = call.seconds(self.cluster, 0.0)
+        self.seconds += busy
+        self.flops[call.dtype] += int(call.flops)
+        kind, module = FUSED[node.target], _module(node)
+        start = Start(node, kind, group_of(node), call.moved_bytes, None, module)
+        self._step(Fused(start, call, busy, _label(node, module)))
 
     def _start(self, node: fx.Node) -> None:
         self.carriers.add(node)

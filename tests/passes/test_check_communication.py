@@ -14,6 +14,7 @@ from torch import fx
 from msc.ir import actions
 from msc.ir.errors import CommunicationError, PlanError
 from msc.ir.mesh import Mesh
+from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from msc.passes.check_communication import check_communication
 from msc.passes.rank_colors import color_ranks
 from msc.runtime.virtual import VirtualExecutor
@@ -397,3 +398,60 @@ def test_the_check_refuses_what_does_not_run() -> None:
                 except CommunicationError:
                     outcomes.append(False)
             assert outcomes == [first != second] * 2
+
+
+def fused_gather(build: Builder, x: fx.Node, rows: int = 4, size: int = 2) -> None:
+    """A gather along dim 0 inside a GEMM."""
+    given, w = build.input("g", rows, 3), build.input("w", 5, 3)
+    args: tuple[Any, ...] = (given, 0, [w], [None], [False], [], [], False, size, "pp")
+    build.call(ALL_GATHER_MATMUL, *args)
+
+
+def fused_reduce(build: Builder, x: fx.Node) -> None:
+    given, w = build.input("p", 4, 3), build.input("v", 5, 3)
+    build.call(MATMUL_REDUCE_SCATTER, given, w, None, False, 0, 2, "pp")
+
+
+def test_fused_collectives_meet_and_need_not_multiply_alike() -> None:
+    def other(build: Builder, x: fx.Node) -> None:
+        given, w = build.input("g", 4, 3), build.input("w", 7, 3)
+        args: tuple[Any, ...] = (given, 0, [w, w], [None, None], [False] * 2, [], [], True, 2, "pp")
+        build.call(ALL_GATHER_MATMUL, *args)
+        fused_reduce(build, x)
+
+    def one(build: Builder, x: fx.Node) -> None:
+        fused_gather(build, x)
+        fused_reduce(build, x)
+
+    check_stages(Mesh.parse("pp=2,tp=2"), one, other)
+
+
+def test_a_fused_collective_meets_no_other_kind_or_size() -> None:
+    assert failure("pp=2", fused_gather, fused_reduce) == (
+        "ranks disagree on operation 0 of group 'pp':\n"
+        "  rank 0 (pp=0): all_gather_matmul(f64[4,3], 2) on 'pp' at %all_gather_matmul_default "
+        "(layers.0)\n"
+        "  rank 1 (pp=1): matmul_reduce_scatter(f64[4,5], 2) on 'pp' at "
+        "%matmul_reduce_scatter_default (layers.1)"
+    )
+    unfused = failure("pp=2", fused_gather, lambda b, x: all_gather(b, x, 2, "pp"))
+    assert "rank 1 (pp=1): all_gather(f64[4], 2) on 'pp'" in unfused
+    longer = failure("pp=2", fused_gather, lambda b, x: fused_gather(b, x, rows=6))
+    assert "all_gather_matmul(f64[6,3], 2)" in longer
+    with pytest.raises(PlanError, match="counts 3 members of group 'pp', which has 2"):
+        check_stages(Mesh.parse("pp=2"), lambda b, x: fused_gather(b, x, size=3), fused_gather)
+
+
+def test_a_fused_collective_waits_for_all_before_it_goes_on() -> None:
+    """So it may not stand before another collective here and behind it there."""
+
+    def first(build: Builder, x: fx.Node) -> None:
+        fused_gather(build, x)
+        all_reduce(build, x, "pp[0,1]")
+
+    def second(build: Builder, x: fx.Node) -> None:
+        all_reduce(build, x, "pp[0,1]")
+        fused_gather(build, x)
+
+    text = failure("pp=2", first, second)
+    assert text.startswith("deadlock: no rank can go on.\n  rank 0 (pp=0) waits in all_gather_mat")

@@ -7,6 +7,7 @@ import functools
 from torch import fx
 
 from msc.ir import actions
+from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from tests.runtime.build import (
     ATEN,
     C10D,
@@ -93,3 +94,19 @@ def twin_groups(rank: int) -> fx.GraphModule:
     first = build.call(C10D.all_reduce.default, x, "sum", "dp,tp")
     second = build.call(C10D.all_gather_into_tensor.default, x, 2, "tp")
     return build.done(build.wait(second), build.wait(first))
+
+
+def fused(rank: int) -> fx.GraphModule:
+    """Two ranks of tp: a gather with two GEMMs and a weight gradient, and two reductions.
+
+    The gathered dim is the second, so that rows of a rank do not lie together.
+    """
+    build = Builder("layers.0")
+    x, w, v = build.input("x", 2, 3, 8), build.input("w", 6, 8), build.input("v", 8, 5)
+    b, other = build.input("b", 6), build.input("other", 2, 6, 3)
+    args = (x, 1, [w, v], [b, None], [False, True], [other], [False], True, 2, "tp")
+    whole = build.call(ALL_GATHER_MATMUL, *args)
+    y, z, gradient, gathered = (build.item(whole, index) for index in range(4))
+    first = build.call(MATMUL_REDUCE_SCATTER, y, w, None, True, 1, 2, "tp")
+    second = build.call(MATMUL_REDUCE_SCATTER, y, w, gathered, True, 0, 2, "tp")
+    return build.done(z, gradient, gathered, first, second)

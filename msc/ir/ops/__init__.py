@@ -3,6 +3,7 @@
 from msc.ir.ops import attention as _attention
 from msc.ir.ops import collectives as _collectives
 from msc.ir.ops import embedding as _embedding
+from msc.ir.ops import fused_collectives as _fused_collectives
 from msc.ir.ops import linear as _linear
 from msc.ir.ops import loss as _loss
 from msc.ir.ops import random as _random
@@ -13,4 +14,14 @@ from msc.ir.ops.library import KERNELS, arguments
 __all__ = ["KERNELS", "arguments"]
 
 # What the imports above are for: each defines its family of ops.
-FAMILIES = (_attention, _collectives, _embedding, _linear, _loss, _random, _repad, _statistics)
+FAMILIES = (
+    _attention,
+    _collectives,
+    _embedding,
+    _fused_collectives,
+    _linear,
+    _loss,
+    _random,
+    _repad,
+    _statistics,
+)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
 from msc.ir import actions
+from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from msc.ir.optimizer import AdamW
 from msc.runtime.memory.predict import MemoryPredictor
 from tests.passes.graphs import compilation, layers, through
@@ -146,3 +148,27 @@ def test_a_reduction_has_a_result_of_its_own() -> None:
     assert built(build, build.item(views, 0)) == 8 * 30
     starts = [n for n in bucket.users if n.target is C10D.all_reduce.default]
     assert len(starts) == 1
+
+
+def test_a_fused_collective_needs_what_it_needs_unfused() -> None:
+    """The gathered value beside the product, or the product beside its part of the sum."""
+    build = Builder()
+    x, w = build.input("x", 4, 10), build.input("w", 5, 10)
+    args: tuple[Any, ...] = (x, 0, [w], [None], [False], [], [], False, 2, "tp")
+    y = build.item(build.call(ALL_GATHER_MATMUL, *args), 0)
+    assert built(build, y) == 8 * (40 + 50 + 80 + 40)
+
+    build = Builder()
+    x, w = build.input("x", 8, 10), build.input("w", 5, 10)
+    y = build.call(MATMUL_REDUCE_SCATTER, x, w, None, False, 0, 2, "tp")
+    assert built(build, y) == 8 * (80 + 50 + 40 + 20)
+
+
+def test_what_a_fused_gather_keeps_stays() -> None:
+    build = Builder()
+    x, w = build.input("x", 4, 10), build.input("w", 5, 10)
+    args: tuple[Any, ...] = (x, 0, [w], [None], [False], [], [], True, 2, "tp")
+    fused = build.call(ALL_GATHER_MATMUL, *args)
+    y, whole = build.item(fused, 0), build.item(fused, 1)
+    z = build.call(ATEN.sin.default, build.call(ATEN.cat.default, [y, y, y]))
+    assert built(build, z, whole) == 8 * (40 + 50 + 80 + 2 * 120)

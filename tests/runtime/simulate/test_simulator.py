@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+from msc.cost.fused import GEMM_RATE
 from msc.ir import actions
 from msc.ir.communication import POINT_TO_POINT, WAITS
 from msc.ir.errors import CommunicationError, PlanError, VerifyError
+from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from msc.runtime.simulate import SimulationResult
 from msc.runtime.simulate.durations import COSTS
 from tests.runtime import programs
 from tests.runtime.build import C10D, Builder, all_reduce, recv, send
-from tests.runtime.simulate.build import SIDE, on_each, run, value, work
+from tests.runtime.simulate.build import SECONDS, SIDE, on_each, run, value, work
 
 SHAPE = (SIDE, SIDE)
 
@@ -315,3 +320,42 @@ def test_an_action_without_a_cost_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_action_has_a_cost_or_communicates() -> None:
     assert set(COSTS) == actions.ACTIONS - POINT_TO_POINT.keys() - WAITS
+
+
+def test_a_fused_collective_hides_its_transfer_beside_its_gemm() -> None:
+    """Of two shards of 128 rows, two tiles, the second arrives while the first is multiplied."""
+    build = Builder()
+    x, w = build.input("x", 128, SIDE), build.input("w", SIDE, SIDE)
+    args: tuple[Any, ...] = (x, 0, [w], [None], [False], [], [], False, 2, "tp")
+    graph = build.done(build.item(build.call(ALL_GATHER_MATMUL, *args), 0))
+    computing = 2 * (128 / SIDE) / GEMM_RATE
+    for slower, transfer in ((1, 16), (4, 64)):
+        links = SECONDS.node_bytes_per_s / slower
+        cluster = dataclasses.replace(SECONDS, node_bytes_per_s=links)
+        result = run("tp=2", [graph, graph], cluster)
+        (total,) = result.classes[0].communication.values()
+        assert total.seconds == transfer
+        exposed = max(0.0, transfer - computing / 2)
+        for found in times(result):
+            assert found == pytest.approx((computing, 0, 0, exposed))
+        assert total.exposed_seconds == pytest.approx(exposed)
+
+
+def test_a_fused_collective_waits_for_its_group_and_its_stream() -> None:
+    """Rank 1 comes a second later, and both wait for a collective that is still under way."""
+
+    def program(rank: int) -> fx.GraphModule:
+        build = Builder()
+        x, w = value(build), build.input("w", SIDE, SIDE)
+        first = start(build, work(build, x, rank))
+        args = (x, w, None, False, 0, 2, "tp")
+        fused = build.call(MATMUL_REDUCE_SCATTER, *args)
+        return build.done(build.wait(first), fused)
+
+    result = on_each("tp=2", program)
+    one, other = times(result)
+    assert one[2] == pytest.approx(1)
+    assert other[2] == 0
+    (before, fused), _ = (each.transfers for each in result.classes)
+    assert (before.begin, fused.begin) == (1, 2)
+    assert before.exposed_seconds == 1

@@ -1,0 +1,128 @@
+"""Fuse a collective with the GEMMs beside it, so that it runs while they do.
+
+    %s = c10d.all_gather_into_tensor(%x, 2, 'tp')     %f = msc.all_gather_matmul(%x, 0, [%w], [%b],
+    %g = c10d.wait_tensor(%s)                   ->         [False], [], [], True, 2, 'tp')
+    %y = msc.linear(%g, %w, %b)                       %y = %f[0]
+    return (%y, %g)                                   %g = %f[1]
+                                                      return (%y, %g)
+
+    %p = msc.linear_dgrad(%gy, %w)                    %gx = msc.matmul_reduce_scatter(%gy, %w,
+    %s = c10d.reduce_scatter_tensor(%p, ..)     ->         None, True, 0, 2, 'tp')
+    %gx = c10d.wait_tensor(%s)
+
+By itself a GEMM can only follow the gather that it reads, and a reduction only follow the GEMM that
+it sums, so that nothing hides them. On a cluster a place is fused if that shortens the block, with
+all its collectives overlapped (`msc.passes.overlap`), by a part of what GEMM and collective take:
+a gather that a weight gradient could run beside may stay as it is. Without a cluster nothing is
+known of links and launches, so nothing is fused unless the user says so.
+Numerics: products are rounded as GEMMs of other shapes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from msc.ir.communication import COLLECTIVES
+from msc.ir.ops.fused_collectives import MATMUL_REDUCE_SCATTER
+from msc.ir.passes import UnitPass
+from msc.ir.printer import format_graph
+from msc.ir.rewrites import Finding
+from msc.passes.collective_gemms import Place, places
+from msc.passes.compilation import Compilation, Settings, Variant
+from msc.passes.differentiate import Differentiated
+from msc.passes.fused_collective import fuse
+from msc.passes.fusion_gain import best_form
+
+_OTHERS_DIFFER = (
+    "tp shards this block unequally, so that ranks have graphs of their own, which might choose "
+    "otherwise"
+)
+
+
+@dataclass(frozen=True)
+class FuseCollectives(UnitPass):
+    """One op in place of each collective and its GEMMs, where that pays."""
+
+    name: ClassVar[str] = "fuse-collectives"
+    numerics: ClassVar[str] = "products are rounded as GEMMs of other shapes are"
+
+    def run(self, unit: Compilation) -> int:
+        unit.fusions = []
+        if unit.settings.fuse_collectives is False:
+            return 0
+        done: dict[int, str] = {}
+        for variant in unit.variants:
+            for name, programs in _named(variant):
+                for gm in _graphs(programs):
+                    if id(gm) not in done:
+                        done[id(gm)] = f"{name}{variant.suffix}"
+                        alike = _is_alike(unit, name, programs)
+                        unit.fusions += _fuse_all(gm, unit.settings, alike)
+        unit.remark(*map(str, unit.fusions))
+        return sum(each.changed for each in unit.fusions)
+
+
+def _named(variant: Variant) -> Iterator[tuple[Any, Differentiated]]:
+    yield from variant.differentiated.items()
+    yield from variant.at_stage.items()
+
+
+def _graphs(programs: Differentiated) -> list[fx.GraphModule]:
+    halves = programs.halves
+    backward = [programs.backward] if halves is None else [halves.inputs, halves.weights]
+    return [gm for gm in (programs.forward, *backward) if gm is not None]
+
+
+def _is_alike(unit: Compilation, name: Any, programs: Differentiated) -> bool:
+    """Whether all tp ranks run this block by equal graphs, and so choose alike."""
+    others = [dict(_named(variant)).get(name) for variant in unit.variants]
+    if all(other is programs for other in others):
+        return True
+    texts = {
+        tuple(map(format_graph, _graphs(other))) if other is not None else None for other in others
+    }
+    return len(texts) == 1
+
+
+def _fuse_all(gm: fx.GraphModule, settings: Settings, alike: bool) -> list[Finding]:
+    """Fuse what pays in one graph, and say what became of each place."""
+    findings: list[Finding] = []
+    for start in [place.start for place in places(gm)]:
+        (place,) = (each for each in places(gm) if each.start is start)
+        where = _where(place)
+        form: Place | None = place
+        reason, gain = place.reason or ("" if alike else _OTHERS_DIFFER), ""
+        if not reason and settings.fuse_collectives == "auto":
+            form, gain = best_form(gm, place, settings)
+            reason = gain if form is None else ""
+        if reason or form is None:
+            findings.append(Finding(FuseCollectives.name, where, False, reason))
+            continue
+        what = _described(fuse(form))
+        findings.append(Finding(FuseCollectives.name, where, True, f"{what}{gain}"))
+    if any(each.changed for each in findings):
+        gm.recompile()
+    return findings
+
+
+def _where(place: Place) -> str:
+    """`layers.0.up, all_gather over 'tp' in the backward`."""
+    kind = COLLECTIVES[place.start.target]
+    phase = place.start.meta.get("phase") or place.gemm.meta.get("phase")
+    part = f" in the {phase}" if phase else ""
+    module = place.gemm.meta.get("module_path") or f"%{place.gemm.name}"
+    return f"{module}, {kind} over '{place.group}'{part}"
+
+
+def _described(fused: fx.Node) -> str:
+    if fused.target is MATMUL_REDUCE_SCATTER:
+        return "multiplied part by part, each on its way while the next is made"
+    _, _, weights, _, _, others, _, keep, *_ = fused.args
+    count = len(weights) + len(others)  # type: ignore[arg-type]
+    gemms = "a GEMM" if count == 1 else f"{count} GEMMs"
+    kept = "; the gathered value is returned too" if keep else ""
+    return f"gathered part by part inside {gemms}{kept}"

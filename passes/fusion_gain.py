@@ -1,0 +1,110 @@
+"""What it is worth to fuse a collective with its GEMMs: the time of its block, on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from msc.passes.block_time import block_time
+from msc.passes.call_cost import call_cost
+from msc.passes.collective_gemms import Gather, Place, Reduce, places
+from msc.passes.compilation import Settings
+from msc.passes.fused_collective import fuse
+from msc.passes.overlap import overlapped
+
+LEAST_GAIN = 0.03
+"""Of what the GEMMs and the collective take one after the other; a model is no more exact."""
+_NO_CLUSTER = (
+    "without a cluster file nothing is known of what would be hidden (fuse_collectives=True fuses "
+    "it anyway)"
+)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A form that a place can be fused in, and costs in seconds.
+
+    alone: of the op; pair: of the collective and the same GEMMs one after the other; gain: by how
+    much the block gets shorter.
+    """
+
+    form: int
+    alone: float
+    pair: float
+    gain: float
+
+    @property
+    def pays(self) -> bool:
+        return self.gain >= LEAST_GAIN * self.pair
+
+
+def best_form(gm: fx.GraphModule, place: Place, settings: Settings) -> tuple[Place | None, str]:
+    """The form in which a place is best fused, and what it saves; or None, and why it is not.
+
+    A gather's weight gradients are in the op, or stay outside to hide another collective.
+    """
+    if settings.cost.cluster is None:
+        return None, _NO_CLUSTER
+    before = _time(gm, settings)
+    found = [_try(gm, place, form, before, settings) for form in range(len(_forms(place)))]
+    best = max(found, key=lambda trial: (trial.pays, trial.gain))
+    if best.pays:
+        return _forms(place)[best.form], f", {_us(best.gain)} of {_us(best.pair)} saved"
+    return None, _why_not(best)
+
+
+def _why_not(trial: _Trial) -> str:
+    alone, pair, gain = _us(trial.alone), _us(trial.pair), _us(abs(trial.gain))
+    if trial.alone > (1 - LEAST_GAIN) * trial.pair:
+        return (
+            f"in parts it would take {alone}, one after the other it takes {pair}: too little to "
+            "multiply for what there is to hide"
+        )
+    return (
+        f"fused it would take {alone} instead of {pair}, but other work of the block hides the "
+        f"transfer as well: the block would take {gain} {'less' if trial.gain > 0 else 'more'}"
+    )
+
+
+def _forms(place: Place) -> Sequence[Place]:
+    if isinstance(place, Gather) and place.products and place.over_rows:
+        return [place, replace(place, over_rows=(), keep=True)]
+    return [place]
+
+
+def _try(gm: fx.GraphModule, place: Place, form: int, before: float, settings: Settings) -> _Trial:
+    trial = _copy(gm)
+    (same,) = (each for each in places(trial) if each.start.name == place.start.name)
+    chosen = _forms(same)[form]
+    pair = _pair_cost(chosen, settings)
+    alone = call_cost(fuse(chosen), settings)
+    return _Trial(form, alone, pair, before - _time(trial, settings))
+
+
+def _pair_cost(place: Place, settings: Settings) -> float:
+    """The cost of a collective, its layout and its GEMMs, one after the other."""
+    nodes = {place.start, *place.chain}
+    if isinstance(place, Gather):
+        nodes |= set(place.readers)
+    elif isinstance(place, Reduce):
+        nodes |= set(place.before)
+    return sum(call_cost(node, settings) for node in nodes)
+
+
+def _time(gm: fx.GraphModule, settings: Settings) -> float:
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    return block_time(overlapped(calls, settings), settings)
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:.1f} us"
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    new = fx.GraphModule({}, fx.Graph())
+    new.graph.output(new.graph.graph_copy(gm.graph, {}))
+    for old, fresh in zip(gm.graph.nodes, new.graph.nodes, strict=True):
+        fresh.meta, fresh.name = dict(old.meta), old.name
+    return new
