@@ -189,7 +189,7 @@ class _Builder:
         self.seconds += seconds
         self.open += seconds
         if seconds > self.longest:
-            self.longest, self.label = seconds, _label(node, _module(node))
+            self.longest, self.label = seconds, _label(node, module_in_layer(node))
         if work.dtype is not None:
             self.flops[work.dtype] += int(work.flops)
 
@@ -230,7 +230,7 @@ class _Builder:
         busy = call.seconds(self.cluster, 0.0)
         self.seconds += busy
         self.flops[call.dtype] += int(call.flops)
-        kind, module = FUSED[node.target], _module(node)
+        kind, module = FUSED[node.target], module_in_layer(node)
         start = Start(node, kind, group_of(node), call.moved_bytes, None, module)
         self._step(Fused(start, call, busy, _label(node, module)))
 
@@ -252,14 +252,14 @@ class _Builder:
                 torch.Size(shape).numel() * dtype.itemsize
                 for shape, dtype in zip(shapes, dtypes, strict=True)
             )
-        self._step(Start(node, kind, name, payload, stage, _module(node)))
+        self._step(Start(node, kind, name, payload, stage, module_in_layer(node)))
 
 
 def _label(node: fx.Node, path: str) -> str:
     return f"{node.name} ({path})" if path else node.name
 
 
-def _module(node: fx.Node) -> str:
+def module_in_layer(node: fx.Node) -> str:
     """A node's module path without its layer, which is that of the first of equal layers."""
     path: str = node.meta.get("module_path") or ""
     layer = layer_of(path)

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from torch import fx
 
 import msc
-from msc.ir.communication import COLLECTIVES, POINT_TO_POINT, STARTS, WAITS, group_of, subgraph
+from msc.ir.communication import (
+    COLLECTIVES,
+    FUSED,
+    POINT_TO_POINT,
+    STARTS,
+    WAITS,
+    group_of,
+    subgraph,
+)
 from msc.ir.inline import inline
 from msc.passes.compilation import Compilation
 from msc.passes.overlap_borders import OverlapBorders
@@ -94,14 +102,17 @@ def test_module_paths_stay_those_of_the_layer() -> None:
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(
     mesh=st.sampled_from(["tp=2", "dp=2,tp=2", "pp=2,tp=2", "pp=2,dp=2"]),
+    fuse=st.booleans(),
     zero=st.sampled_from([0, 1, 2, 3]),
     seed=st.integers(0, 2**32),
 )
-def test_any_legal_order_gives_the_same_bits(mesh: str, zero: int, seed: int) -> None:
+def test_any_legal_order_gives_the_same_bits(mesh: str, fuse: bool, zero: int, seed: int) -> None:
     """Also where ranks run at any speed: which rank goes on next is drawn."""
     gm = layers(4)
     values = named_values(gm)
-    unit = through("check-communication", compilation(gm, mesh, 2, zero=zero))
+    unit = through(
+        "check-communication", compilation(gm, mesh, 2, zero=zero, fuse_collectives=fuse)
+    )
     losses, grads = step(unit, values)
     generator = random.Random(seed)
     unit.rank_graphs = [shuffle(inline(each), generator) for each in unit.rank_graphs]
@@ -122,14 +133,14 @@ def shuffle(gm: fx.GraphModule, generator: random.Random) -> fx.GraphModule:
     started: set[fx.Node] = set()
     for node in nodes:
         needed = {operand for operand in node.all_input_nodes if operand.op != "placeholder"}
-        if node.target in STARTS:
-            name = group_of(node) if node.target in COLLECTIVES else channel(node)
+        if node.target in WAITS or node.target in FUSED:
+            needed |= started
+        if node.target in STARTS or node.target in FUSED:
+            name = channel(node) if node.target in POINT_TO_POINT else group_of(node)
             if name in last:
                 needed.add(last[name])
             last[name] = node
             started.add(node)
-        elif node.target in WAITS:
-            needed |= started
         waiting[node] = needed
     done: set[fx.Node] = set()
     while waiting:
