@@ -61,8 +61,8 @@ class Cluster:
                 )
         if not isinstance(self.multiprocessors, int):
             raise PlanError(
-                f"Cluster '{self.name}': multiprocessors is {self.multiprocessors!r}; it is a whole "
-                "number."
+                f"Cluster '{self.name}': multiprocessors is {self.multiprocessors!r}; it is a "
+                "whole number."
             )
 
     def _check(self, name: str, value: Any) -> None:
