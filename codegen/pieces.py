@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from msc.ir import actions
-from msc.ir.communication import is_communication
+from msc.ir.communication import FUSED, is_communication
 
 
 def cut_at_communication(module: fx.GraphModule) -> fx.GraphModule:
@@ -65,13 +65,21 @@ def _pieces(module: fx.GraphModule) -> list[fx.Node | list[fx.Node]]:
     found: list[fx.Node | list[fx.Node]] = []
     for node in module.graph.nodes:
         outside = node.op in ("placeholder", "output") or is_communication(node)
-        if outside or node.target in actions.ACTIONS:
+        if outside or node.target in actions.ACTIONS or _is_result(node):
             found.append(node)
         elif found and isinstance(found[-1], list):
             found[-1].append(node)
         else:
             found.append([node])
     return found
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node is a result of a collective that yields several, which a piece cannot read."""
+    if node.target is not operator.getitem:
+        return False
+    source = node.args[0]
+    return isinstance(source, fx.Node) and source.target in FUSED
 
 
 def _extract(

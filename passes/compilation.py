@@ -204,6 +204,11 @@ class Compilation(Unit):
             found["prologue"] = self.local_prologue.gm
         return found
 
+    def blocks_on(self, stage: int) -> list[str]:
+        """The blocks of a pipeline stage's instances, in order."""
+        runs = [self.schedule.runs[chunk] for chunk in self.schedule.stages.chunks(stage)]
+        return [self.structure.instances[index].block for run in runs for index in run]
+
     def class_of(self, rank: int) -> int:
         """The index in `rank_graphs` of a rank's graph."""
         return rank_class(self.settings.mesh, self.tp_bounds, rank)

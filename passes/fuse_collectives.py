@@ -20,9 +20,8 @@ Numerics: products are rounded as GEMMs of other shapes are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
@@ -32,7 +31,7 @@ from msc.ir.passes import UnitPass
 from msc.ir.printer import format_graph
 from msc.ir.rewrites import Finding
 from msc.passes.collective_gemms import Place, places
-from msc.passes.compilation import Compilation, Settings, Variant
+from msc.passes.compilation import Compilation, Settings
 from msc.passes.differentiate import Differentiated
 from msc.passes.fused_collective import fuse
 from msc.passes.fusion_gain import best_form
@@ -52,23 +51,18 @@ class FuseCollectives(UnitPass):
 
     def run(self, unit: Compilation) -> int:
         unit.fusions = []
-        if unit.settings.fuse_collectives is False:
-            return 0
-        done: dict[int, str] = {}
-        for variant in unit.variants:
-            for name, programs in _named(variant):
-                for gm in _graphs(programs):
-                    if id(gm) not in done:
-                        done[id(gm)] = f"{name}{variant.suffix}"
-                        alike = _is_alike(unit, name, programs)
-                        unit.fusions += _fuse_all(gm, unit.settings, alike)
+        done: set[int] = set()
+        for stage in range(unit.schedule.stages.count):
+            for name in dict.fromkeys(unit.blocks_on(stage)):
+                alike = _is_alike(unit, stage, name)
+                for variant in unit.variants:
+                    only = f" of stage {stage}" if (stage, name) in variant.at_stage else ""
+                    for gm in _graphs(variant.programs(stage, name)):
+                        if id(gm) not in done:
+                            done.add(id(gm))
+                            unit.fusions += _fuse_all(gm, unit.settings, alike, only)
         unit.remark(*map(str, unit.fusions))
         return sum(each.changed for each in unit.fusions)
-
-
-def _named(variant: Variant) -> Iterator[tuple[Any, Differentiated]]:
-    yield from variant.differentiated.items()
-    yield from variant.at_stage.items()
 
 
 def _graphs(programs: Differentiated) -> list[fx.GraphModule]:
@@ -77,36 +71,45 @@ def _graphs(programs: Differentiated) -> list[fx.GraphModule]:
     return [gm for gm in (programs.forward, *backward) if gm is not None]
 
 
-def _is_alike(unit: Compilation, name: Any, programs: Differentiated) -> bool:
-    """Whether all tp ranks run this block by equal graphs, and so choose alike."""
-    others = [dict(_named(variant)).get(name) for variant in unit.variants]
-    if all(other is programs for other in others):
+def _is_alike(unit: Compilation, stage: int, name: str) -> bool:
+    """Whether all tp ranks run a block by equal graphs, and so choose alike."""
+    first, *others = (variant.programs(stage, name) for variant in unit.variants)
+    if all(other is first for other in others):
         return True
-    texts = {
-        tuple(map(format_graph, _graphs(other))) if other is not None else None for other in others
-    }
+    texts = {tuple(map(format_graph, _graphs(each))) for each in (first, *others)}
     return len(texts) == 1
 
 
-def _fuse_all(gm: fx.GraphModule, settings: Settings, alike: bool) -> list[Finding]:
-    """Fuse what pays in one graph, and say what became of each place."""
+def _fuse_all(gm: fx.GraphModule, settings: Settings, alike: bool, only: str) -> list[Finding]:
+    """Fuse what pays in one graph, and say what became of each place.
+
+    only: the stage of a graph that other stages do not have.
+    """
     findings: list[Finding] = []
+    if settings.fuse_collectives is False:
+        return findings
     for start in [place.start for place in places(gm)]:
         (place,) = (each for each in places(gm) if each.start is start)
-        where = _where(place)
-        form: Place | None = place
-        reason, gain = place.reason or ("" if alike else _OTHERS_DIFFER), ""
-        if not reason and settings.fuse_collectives == "auto":
-            form, gain = best_form(gm, place, settings)
-            reason = gain if form is None else ""
-        if reason or form is None:
-            findings.append(Finding(FuseCollectives.name, where, False, reason))
-            continue
-        what = _described(fuse(form))
-        findings.append(Finding(FuseCollectives.name, where, True, f"{what}{gain}"))
+        where = _where(place) + only
+        form, why = _form(gm, place, settings, alike)
+        what = why if form is None else f"{_described(fuse(form))}{why}"
+        findings.append(Finding(FuseCollectives.name, where, form is not None, what))
     if any(each.changed for each in findings):
         gm.recompile()
     return findings
+
+
+def _form(
+    gm: fx.GraphModule, place: Place, settings: Settings, alike: bool
+) -> tuple[Place | None, str]:
+    """What a place is fused as, and what that saves; or None, and why it is left alone."""
+    if place.reason:
+        return None, place.reason
+    if not alike:
+        return None, _OTHERS_DIFFER
+    if settings.fuse_collectives == "auto":
+        return best_form(gm, place, settings)
+    return place, ""
 
 
 def _where(place: Place) -> str:

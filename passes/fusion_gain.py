@@ -57,14 +57,16 @@ def best_form(gm: fx.GraphModule, place: Place, settings: Settings) -> tuple[Pla
 
 def _why_not(trial: _Trial) -> str:
     alone, pair, gain = _us(trial.alone), _us(trial.pair), _us(abs(trial.gain))
-    if trial.alone > (1 - LEAST_GAIN) * trial.pair:
+    if trial.gain > 0:
+        return f"it would save {gain} of {pair}, less than the {LEAST_GAIN:.0%} that it must"
+    if trial.alone >= trial.pair:
         return (
             f"in parts it would take {alone}, one after the other it takes {pair}: too little to "
             "multiply for what there is to hide"
         )
     return (
-        f"fused it would take {alone} instead of {pair}, but other work of the block hides the "
-        f"transfer as well: the block would take {gain} {'less' if trial.gain > 0 else 'more'}"
+        f"fused it would take {alone} instead of {pair}, but other work hides the transfer as "
+        f"well: the block would take {gain} more"
     )
 
 

@@ -44,10 +44,10 @@ _T = TypeVar("_T")
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _TOKEN_BYTES = 16
 _YIELDS = 50
-"""Polls that only give way to other threads; later ones sleep."""
-_SLEEP_S = 50e-6
-_LOOKS = 4000
-"""Polls between two looks at whether the other process is alive, some tenths of a second."""
+"""Looks at a flag that only give way to other threads; between later ones it sleeps."""
+_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
+_LOOK_S = 0.5
+"""Between two looks at whether the other process is alive."""
 _LOCK = threading.Lock()
 
 
@@ -118,17 +118,21 @@ class SharedMemory:
         self._flags[flag] = self._call
 
     def _wait(self, flag: int, source: int) -> None:
-        polls, started = 0, time.monotonic()
+        for _ in range(_YIELDS):
+            if self._done(flag):
+                break
+            os.sched_yield()
+        started, look = time.monotonic(), _LOOK_S
         while not self._done(flag):
-            polls += 1
-            if polls <= _YIELDS:
-                os.sched_yield()
-                continue
-            time.sleep(_SLEEP_S)
-            if polls % _LOOKS == 0 and not self._is_alive(source) and not self._done(flag):
-                raise self._lost(source, "has ended")
-            if time.monotonic() - started > self.timeout_s:
+            waited = time.monotonic() - started
+            if waited > look:
+                look += _LOOK_S
+                if not self._is_alive(source) and not self._done(flag):
+                    raise self._lost(source, "has ended")
+            if waited > self.timeout_s:
                 raise self._lost(source, f"gave nothing for {self.timeout_s:g} s")
+            # a small part late at most, so that waiting takes little of the processor
+            time.sleep(min(max(_SLEEP_S, waited / 16), _LONGEST_SLEEP_S))
         _fence()
 
     def _done(self, flag: int) -> bool:

@@ -113,6 +113,7 @@ def test_json_is_plain_and_holds_no_times() -> None:
         "collectives",
         "distinct_blocks",
         "fallbacks",
+        "fused_collectives",
         "instances",
         "model_flops",
         "notes",

@@ -25,7 +25,9 @@ class Cluster:
     devices_per_node; *_bytes_per_s: bandwidth of one device, one way, inside a node and across
     nodes; *_latency_s: of one message; launch_s: floor of one op; gemm_efficiency: the fraction of
     the peak that GEMMs reach, as measured; multiprocessors: that work on the tiles of a GEMM at
-    once, 1 if tiles are so small that their number does not matter; sources: where the figures are
+    once, 1 if tiles are so small that their number does not matter; fused_gemm_rate: the rate of a
+    GEMM that is fused with a collective, over that of the library's (persistent Triton kernels
+    reach 0.85 to 0.95 of cuBLAS on Hopper: tritonbench, PR 894); sources: where the figures are
     from.
     """
 
@@ -41,6 +43,7 @@ class Cluster:
     launch_s: float = 5e-6
     gemm_efficiency: float = 1.0
     multiprocessors: int = 1
+    fused_gemm_rate: float = 0.9
     dtype_flops_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     sources: str = ""
 
@@ -50,10 +53,16 @@ class Cluster:
                 self._check_dtypes(value)
             elif name not in ("name", "sources"):
                 self._check(name, value)
-        if self.gemm_efficiency > 1:
+        for name in ("gemm_efficiency", "fused_gemm_rate"):
+            if getattr(self, name) > 1:
+                raise PlanError(
+                    f"Cluster '{self.name}': {name} is {getattr(self, name)!r}; it is a fraction "
+                    "of another rate, 1 at most."
+                )
+        if not isinstance(self.multiprocessors, int):
             raise PlanError(
-                f"Cluster '{self.name}': gemm_efficiency is {self.gemm_efficiency!r}; it is a "
-                "fraction of the peak, 1 at most."
+                f"Cluster '{self.name}': multiprocessors is {self.multiprocessors!r}; it is a "
+                "whole number."
             )
 
     def _check(self, name: str, value: Any) -> None:

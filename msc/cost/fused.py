@@ -8,7 +8,7 @@ last part, or what the link cannot move in the time of the GEMMs. Tiles are equa
 when the one `multiprocessors` before it has ended: the model is exact for such a schedule.
 
 What it costs to multiply in parts: the rows of a part are rounded up to tiles on their own, waits
-leave programs idle, and such a kernel runs at a part of the rate of the library's.
+leave programs idle, and such a kernel runs at `fused_gemm_rate` of the library's rate.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ from msc.ir.values import tensor_of
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Of a bf16 GEMM on A100 and H100 (Flux and Kraken use it; other tiles change little)."""
-
-GEMM_RATE = 0.9
-"""Of a GEMM that waits for its parts, of the library's rate: persistent Triton kernels reach 0.85
-to 0.95 of cuBLAS on Hopper (tritonbench, PR 894)."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class FusedCall:
             self.runs * math.ceil(self.part_rows / TILE_ROWS) * wide,
             math.ceil(rows / TILE_ROWS) * wide,
             cluster.multiprocessors,
-            by_rows_s / GEMM_RATE,
+            by_rows_s / cluster.fused_gemm_rate,
             transfer_s,
         )
         return seconds + over_rows_s + moving

@@ -98,19 +98,12 @@ def _copies(
     """Blocks with the choices of their stages, which passes may change."""
     found = {}
     for stage, choice in enumerate(choices):
-        for name in sorted(set(_blocks(unit, stage))):
+        for name in sorted(set(unit.blocks_on(stage))):
             programs = variant.differentiated[name]
             again = choice.again.get(name, frozenset()) if choice is not None else ()
             new = recompute(programs, _same_calls(programs, again))
             found[stage, name] = _copy(programs) if new is programs else new
     return found
-
-
-def _blocks(unit: Compilation, stage: int) -> list[str]:
-    """The blocks of a stage's instances."""
-    schedule = unit.schedule
-    runs = [schedule.runs[chunk] for chunk in schedule.stages.chunks(stage)]
-    return [unit.structure.instances[index].block for run in runs for index in run]
 
 
 def _candidates(unit: Compilation) -> list[list[Candidates]]:
@@ -136,7 +129,7 @@ def _candidates(unit: Compilation) -> list[list[Candidates]]:
                 ),
             )
             for name in alike
-            if name in _blocks(unit, stage)
+            if name in unit.blocks_on(stage)
         ]
         for stage in range(unit.schedule.stages.count)
     ]

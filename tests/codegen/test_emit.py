@@ -20,6 +20,7 @@ from msc.codegen.pieces import cut_at_communication
 from msc.ir import actions
 from msc.ir.errors import VerifyError
 from msc.ir.mesh import Mesh
+from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from msc.ir.ops.library import KERNELS
 from msc.runtime.actions import LocalActions
 from tests.runtime.build import ATEN, C10D, Builder, all_reduce
@@ -346,3 +347,39 @@ def test_the_compiler_gets_graphs_that_only_compute() -> None:
     middle = x @ w + x.relu()
     found = emitted.program(Alone(RT.mesh, 0), [x, w])
     torch.testing.assert_close(found, (middle @ w + middle.relu(), middle.relu()))
+
+
+def fused_layer() -> fx.GraphModule:
+    """A gather and a reduction, each with its GEMM, and what is computed between them."""
+    build = Builder("up")
+    x, w = build.input("x", 2, 4), build.input("w", 3, 4)
+    args: tuple[Any, ...] = (x, 0, [w], [None], [False], [], [], True, 2, "tp")
+    fused = build.call(ALL_GATHER_MATMUL, *args)
+    y = build.call(ATEN.relu.default, build.item(fused, 0))
+    z = build.call(MATMUL_REDUCE_SCATTER, y, w, None, True, 0, 2, "tp")
+    return build.done(z, build.call(ATEN.neg.default, build.item(fused, 1)))
+
+
+@pytest.mark.parametrize(("dialect", "waits"), [("process", ""), ("virtual", "yield from ")])
+def test_a_fused_collective_is_one_line(dialect: Any, waits: str) -> None:
+    lines = [
+        line.partition("  #")[0]
+        for line in emit(fused_layer(), dialect).source.splitlines()
+        if "rt." in line
+    ]
+    assert lines == [
+        f"    getitem, getitem_1 = {waits}rt.all_gather_matmul(x, 0, [w], [None], [False], [], [], "
+        "True, 2, 'tp', '%all_gather_matmul_default in rank_program (up)')",
+        f"    matmul_reduce_scatter_default = {waits}rt.matmul_reduce_scatter(relu_default, w, "
+        "None, True, 0, 2, 'tp', '%matmul_reduce_scatter_default in rank_program (up)')",
+    ]
+
+
+def test_the_results_of_a_fused_collective_are_read_outside_of_pieces() -> None:
+    cut = cut_at_communication(fused_layer())
+    assert [node.op for node in cut.graph.nodes].count("call_module") == 2
+    pieces = [cut.get_submodule(str(n.target)) for n in cut.graph.find_nodes(op="call_module")]
+    for piece in pieces:
+        assert isinstance(piece, fx.GraphModule)
+        (given,) = piece.graph.find_nodes(op="placeholder")
+        assert isinstance(given.meta["val"], torch.Tensor)

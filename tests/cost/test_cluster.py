@@ -66,7 +66,10 @@ def test_a_dtype_may_have_a_rate_of_its_own() -> None:
         ({"dtype_flops_per_s": {"float33": 1e13}}, "dtype_flops_per_s names 'float33', which is"),
         ({"dtype_flops_per_s": {"float32": 0}}, "dtype_flops_per_s of float32 is 0; it must be"),
         ({"dtype_flops_per_s": 3}, "dtype_flops_per_s is 3; it maps dtypes to rates"),
-        ({"gemm_efficiency": 1.5}, "gemm_efficiency is 1.5; it is a fraction of the peak"),
+        ({"gemm_efficiency": 1.5}, "gemm_efficiency is 1.5; it is a fraction of another rate"),
+        ({"fused_gemm_rate": 1.5}, "fused_gemm_rate is 1.5; it is a fraction of another rate"),
+        ({"multiprocessors": 1.5}, "multiprocessors is 1.5; it is a whole number"),
+        ({"multiprocessors": 0}, "multiprocessors is 0; it must be positive"),
     ],
 )
 def test_rates_that_cannot_be(values: dict[str, Any], message: str) -> None:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from msc.cost.fused import GEMM_RATE
 from msc.ir import actions
 from msc.ir.communication import POINT_TO_POINT, WAITS
 from msc.ir.errors import CommunicationError, PlanError, VerifyError
@@ -328,7 +327,7 @@ def test_a_fused_collective_hides_its_transfer_beside_its_gemm() -> None:
     x, w = build.input("x", 128, SIDE), build.input("w", SIDE, SIDE)
     args: tuple[Any, ...] = (x, 0, [w], [None], [False], [], [], False, 2, "tp")
     graph = build.done(build.item(build.call(ALL_GATHER_MATMUL, *args), 0))
-    computing = 2 * (128 / SIDE) / GEMM_RATE
+    computing = 2 * (128 / SIDE) / SECONDS.fused_gemm_rate
     for slower, transfer in ((1, 16), (4, 64)):
         links = SECONDS.node_bytes_per_s / slower
         cluster = dataclasses.replace(SECONDS, node_bytes_per_s=links)
