@@ -38,6 +38,8 @@ DP = st.sampled_from([("dp=2", None), ("dp=3", None), ("dp=4", 2), ("dp=2,tp=2",
     micro_batches=st.integers(1, 9),
     more=st.integers(0, 2),
     tied=st.booleans(),
+    recompute=st.sampled_from(["none", "full"]),
+    fuse=st.booleans(),
 )
 def test_any_combination(
     zero: int,
@@ -47,6 +49,8 @@ def test_any_combination(
     micro_batches: int,
     more: int,
     tied: bool,
+    recompute: str,
+    fuse: bool,
 ) -> None:
     """Three ranks do not divide any size, so that shards are padded."""
     mesh, group = dp
@@ -54,6 +58,7 @@ def test_any_combination(
     samples = micro_batches * int(mesh.split(",")[0].removeprefix("dp="))
     gm = layers(stages * (virtual or 2) + more, tied=tied, samples=samples)
     options: dict[str, Any] = {"schedule": name, "virtual_stages": virtual, "zero": zero}
+    options |= {"recompute": recompute, "fuse_collectives": fuse}
     assert_parity(gm, f"pp={stages},{mesh}", micro_batches, shard_group=group, **options)
 
 
