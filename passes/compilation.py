@@ -134,6 +134,7 @@ class Variant:
 class Compilation(Unit):
     """A model on its way to rank graphs: `graphs` and what the passes know about them.
 
+    reduced_together: with zero 2 and 3, of how many micro-batches gradients are reduced at once.
     rank_graphs: of each class of ranks: by pipeline stage, and within a stage by variant.
     """
 
@@ -153,6 +154,7 @@ class Compilation(Unit):
     stages_of: dict[str, list[int]]
     input_shapes: dict[str, tuple[int, ...]]
     data_shards: dict[str, DataShard]
+    reduced_together: int
     rank_graphs: list[fx.GraphModule]
 
     def __init__(self, forward: fx.GraphModule, settings: Settings, fake_mode: Any) -> None:
@@ -173,6 +175,7 @@ class Compilation(Unit):
         self.stages_of = {}
         self.input_shapes = {}
         self.data_shards = {}
+        self.reduced_together = 1
         self.rank_graphs = []
 
     def texts(self) -> dict[str, str]:

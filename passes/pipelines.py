@@ -125,16 +125,20 @@ class CheckCommunication(UnitPass):
         return 0
 
 
+_RANK_GRAPHS = (
+    BuildRankGraphs(),
+    GatherLate(),
+    ReduceEarly(),  # before the proof, which speaks of the order that runs
+)
+
 _FINISH = (
     SplitBackward(),  # as the schedule says; after recomputation, which changes the backward
     FuseCollectives(),  # when no graph is cut any more, and before what is left is overlapped
     Overlap(),  # after all that changes a block's work
     BuildChunks(),
     OverlapBorders(),  # on chunks, which say which block follows which
-    ShardData(),  # on chunks: gathers and reductions go between the calls of their blocks
-    BuildRankGraphs(),
-    GatherLate(),
-    ReduceEarly(),  # before the proof, which speaks of the order that runs
+    ShardData(_RANK_GRAPHS),  # on chunks: gathers and reductions go between calls of their blocks
+    *_RANK_GRAPHS,
 )
 
 TRAIN = Pipeline(

@@ -89,7 +89,15 @@ class _Builder:
         self.passed: dict[Step, list[fx.Node]] = {}
         self.results: dict[tuple[int, int], list[fx.Node]] = {}
         reduced = self.sharding if self.settings.zero >= 2 else None
-        self.sums = GradientSums(self._act, self._master, self.settings.master, reduced)
+        self.sums = GradientSums(
+            self._act,
+            self._master,
+            self.settings.master,
+            reduced,
+            unit.reduced_together,
+            self.settings.micro_batches,
+            lambda size: self._limit("reduce_scatter", size),
+        )
         self.loss: fx.Node | None = None
 
     def build(self) -> fx.GraphModule:
@@ -102,7 +110,7 @@ class _Builder:
             held,
             self.sharding,
             per_call,
-            lambda size: bucket_limit(self.settings, "all_gather", self.settings.data_group, size),
+            lambda size: self._limit("all_gather", size),
         )
         steps = self.unit.schedule.orders[self.stage]
         self.in_use.begin(steps)
@@ -146,6 +154,9 @@ class _Builder:
             gm.meta["optimizer"] = optimizer.kept
         return gm
 
+    def _limit(self, kind: str, size: float) -> float:
+        return bucket_limit(self.settings, kind, self.settings.data_group, size)
+
     # -- nodes
 
     def _act(self, function: Any, *args: Any, val: Any = None, **meta: Any) -> fx.Node:
@@ -166,6 +177,8 @@ class _Builder:
         for name in dict.fromkeys(name for chunk in self.chunks for name in chunk.parameters):
             node = self.read["parameter", name]
             meta = {**node.meta, "val": self._master(self._held(name))}
+            if self.sharding is not None:
+                meta |= self.sharding.placements_of(name, node.meta)
             self.parameters[name] = self._placeholder(node.name, meta)
         if self.settings.optimizer is not None:
             for key in state_keys(self.settings, self.trained):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -127,3 +127,15 @@ class UnitPass(Pass):
 
 def _option(value: Any) -> str:
     return value if isinstance(value, str) else format_argument(value)
+
+
+def run_passes_on(unit: Any, passes: Iterable[Pass]) -> None:
+    """Run passes on a trial of a unit: nothing is verified, counted or dumped."""
+    for each in passes:
+        if isinstance(each, GraphPass):
+            for name, gm in list(unit.graphs.items()):
+                if each.applies_to(name):
+                    each.run(gm, unit)
+        else:
+            assert isinstance(each, UnitPass)
+            each.run(unit)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from msc.ir.passes import BIT_EXACT, GraphPass, Pass, UnitPass
+from msc.ir.passes import BIT_EXACT, Pass, UnitPass, run_passes_on
 from msc.ir.recompute import POLICIES, MemoryBudget
 from msc.passes.call_cost import call_cost
 from msc.passes.compilation import Compilation, Variant
@@ -79,14 +79,7 @@ class KeepBudget(UnitPass):
         for variant in trial.variants:
             for (stage, name), programs in variant.at_stage.items():
                 record(trial, f"{name}.stage{stage}", variant.suffix, programs)
-        for each in self.then:
-            if isinstance(each, GraphPass):
-                for name, gm in list(trial.graphs.items()):
-                    if each.applies_to(name):
-                        each.run(gm, trial)
-            else:
-                assert isinstance(each, UnitPass)
-                each.run(trial)
+        run_passes_on(trial, self.then)
         found = [measure(gm) for gm in trial.rank_graphs]
         count = len(trial.variants)
         return [max(found[i : i + count]) for i in range(0, len(found), count)]

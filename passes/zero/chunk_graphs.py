@@ -154,7 +154,8 @@ class _Gather(_Copy):
             self.given[name] = node
             if name not in self.whole:
                 val = self.sharding.shard_of(name, node.meta["val"])
-                copied.meta = {**node.meta, "val": val}
+                shown = self.sharding.placements_of(name, node.meta)
+                copied.meta = {**node.meta, **shown, "val": val}
 
     def _start(self, number: int) -> None:
         by_dtype: dict[torch.dtype, list[str]] = {}

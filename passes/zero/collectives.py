@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from msc.ir import actions
 from msc.ir.data_shard import DataShard
+from msc.ir.placement import Shard
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -43,6 +44,14 @@ class ShardGroup:
     def shard_of(self, name: str, whole: Tensor) -> Tensor:
         """The fake tensor of a rank's shard of a parameter's fake tensor."""
         return self._fake(self.shards[name].shape(whole.shape), whole.dtype)
+
+    def placements_of(self, name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """The placements of a rank's shard of a parameter, of which `meta` has the whole one's."""
+        if name not in self.shards:
+            return {}
+        own = {"dp": Shard(self.shards[name].dim)}
+        kinds = [kind for kind in ("placement", "grad_placement") if kind in meta]
+        return {kind: {**meta[kind], **own} for kind in kinds}
 
     def start_gather(self, act: Act, names: Sequence[str], shards: Sequence[fx.Node]) -> Gathering:
         """Start to gather some parameters, all of one dtype, in one collective."""

@@ -2,7 +2,8 @@
 
     zero 1  optimizer state and the parameters between steps are split: the step begins with a
             gather of the parameters, and ends with a reduction of gradients to shards
-    zero 2  so are sums of gradients: each micro-batch's are reduced as its backward makes them
+    zero 2  so are sums of gradients: each micro-batch's are reduced as its backward makes them, or
+            those of as many together as the bound on memory allows
     zero 3  so are parameters: a block is gathered for its forward, and again for its backward
 
 Rajbhandari et al., "ZeRO", SC 2020, section 5; in groups of neighbours on dp with replicas of them,
@@ -12,13 +13,14 @@ summed over dp before they are summed over micro-batches with zero 2 and 3, othe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import fx
 
 from msc.ir.data_shard import DataShard
-from msc.ir.passes import UnitPass
+from msc.ir.passes import Pass, UnitPass, run_passes_on
 from msc.ir.placement import Partial
 from msc.passes.chunks import Chunk
 from msc.passes.compilation import Compilation
@@ -29,8 +31,12 @@ from msc.passes.zero.collectives import ShardGroup
 
 @dataclass(frozen=True)
 class ShardData(UnitPass):
-    """Split what `zero=` says over dp."""
+    """Split what `zero=` says over dp.
 
+    then: the passes that make rank graphs of the chunks, to predict their memory.
+    """
+
+    then: tuple[Pass, ...] = field(default=(), repr=False)
     name: ClassVar[str] = "shard-data"
     numerics: ClassVar[str] = "sums over dp and micro-batches change their order"
     essential: ClassVar[bool] = True
@@ -40,11 +46,29 @@ class ShardData(UnitPass):
         sharding = shard_group(unit)
         if sharding is None or unit.settings.zero == 1:
             return 0  # the chunks find all parameters whole, as before
+        unit.reduced_together = self._most_together(unit, sharding)
         before = unit.texts()
-        for variant in unit.variants:
-            for chunk in variant.chunks:
-                _rewrite(unit, variant.suffix, chunk, sharding)
+        _rewrite_all(unit, sharding)
         return unit.lines_changed(before)
+
+    def _most_together(self, unit: Compilation, sharding: ShardGroup) -> int:
+        """Of how many micro-batches gradients are reduced together: of as many as memory allows."""
+        settings = unit.settings
+        if settings.memory is None or settings.measure is None:
+            return 1
+        count = settings.micro_batches
+        while count > 1:
+            trial = copy.copy(unit)
+            trial.graphs, trial.rank_graphs, trial.reduced_together = {}, [], count
+            trial.variants = [
+                replace(v, chunks=[replace(chunk) for chunk in v.chunks]) for v in unit.variants
+            ]
+            _rewrite_all(trial, sharding)
+            run_passes_on(trial, self.then)
+            if max(map(settings.measure, trial.rank_graphs)) <= settings.memory:
+                return count
+            count //= 2
+        return 1
 
 
 def shard_group(unit: Compilation) -> ShardGroup | None:
@@ -82,11 +106,17 @@ def _choose(unit: Compilation) -> dict[str, DataShard]:
     return found
 
 
+def _rewrite_all(unit: Compilation, sharding: ShardGroup) -> None:
+    for variant in unit.variants:
+        for chunk in variant.chunks:
+            _rewrite(unit, variant.suffix, chunk, sharding)
+
+
 def _rewrite(unit: Compilation, suffix: str, chunk: Chunk, sharding: ShardGroup) -> None:
     """Make a chunk reduce its gradients, and with zero 3 gather its parameters."""
     last = "backward" if chunk.weight_backward is None else "weight_backward"
     graph: fx.GraphModule | None = getattr(chunk, last)
-    if graph is not None:
+    if graph is not None and unit.reduced_together == 1:
         reduced = reduce_inside(graph, chunk.parameter_gradients, sharding)
         setattr(chunk, last, reduced.gm)
         chunk.reduced, chunk.not_reduced = reduced.names, reduced.others

@@ -118,6 +118,26 @@ def evaluated(program: Program, batch: Any, state: list[RankState]) -> Tensor:
     return loss
 
 
+def test_memory_says_how_many_gradients_are_reduced_together() -> None:
+    """The more a rank may hold, the more micro-batches are summed before they are reduced."""
+    options: dict[str, Any] = {"mesh": "dp=2", "microbatches": 4, "zero": 2}
+    options["optimizer"] = msc.AdamW()
+    model = models.GPT(width=64, heads=4, layers=4)
+    batch = models.tokens(samples=8)
+    least = msc.compile(model, batch, **options)
+    whole = msc.compile(model, batch, **{**options, "zero": 1})
+    counts, needed = [], least.memory_bytes()[0]
+    assert needed < whole.memory_bytes()[0]
+    for memory in (needed, 2 * whole.memory_bytes()[0]):
+        program = msc.compile(model, batch, memory=memory, **options)
+        assert program.memory_bytes()[0] <= memory
+        counts.append(program.report.collectives[0]["reduce_scatter_tensor over dp"][1])
+        report = msc.verify(model, batch, dtype=torch.float64, memory=2 * memory, **options)
+        assert report.max_error < 1e-10
+    assert counts[0] == 4 * counts[1]
+    assert counts[0] == least.report.collectives[0]["reduce_scatter_tensor over dp"][1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
