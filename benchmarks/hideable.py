@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from msc.cost import Cluster
+from msc.cost.fused import fused_call
 from msc.ir.communication import COLLECTIVES, FUSED, POINT_TO_POINT, WAITS, group_of, subgraph
 from msc.ir.inline import inline
 from msc.runtime.simulate.durations import work_of
@@ -43,6 +44,8 @@ class SiteHiding:
     @property
     def reason(self) -> str:
         """Why it is not all hidden."""
+        if self.site[1] in FUSED.values():
+            return "the first or last part, and what takes longer than its GEMMs"
         if self.hideable < 0.01 * self.seconds:
             return "all work of its chunk needs it or is needed by it"
         if self.hideable < 0.99 * self.seconds:
@@ -61,9 +64,7 @@ def hiding(result: ClassResult, step: fx.GraphModule, cluster: Cluster) -> list[
         each = total.seconds / total.calls
         beside = independent.get(site, [0.0])
         part = sum(min(each, one) for one in beside) / (len(beside) * each) if each else 0.0
-        fused = site[1] in FUSED.values()
-        hideable = total.seconds if fused else part * total.seconds
-        found.append(SiteHiding(site, total.seconds, hideable, total.exposed_seconds))
+        found.append(SiteHiding(site, total.seconds, part * total.seconds, total.exposed_seconds))
     return found
 
 
@@ -109,6 +110,8 @@ def _independent(gm: fx.GraphModule, cluster: Cluster) -> Iterator[tuple[Site, f
         if kind:
             tied = before[node] | after[node]
             free = sum(s for index, s in enumerate(seconds) if not tied >> index & 1)
+            if node.target in FUSED:
+                free = sum(work.seconds(cluster) for work in fused_call(node).by_rows)
             yield (_axis(node), kind, module_in_layer(node)), free
 
 

@@ -115,6 +115,7 @@ class _Builder:
         steps = self.unit.schedule.orders[self.stage]
         self.in_use.begin(steps)
         self._prologue()
+        self.in_use.begin_rest()
         self._announce(steps[0])
         for step, following in zip(steps, (*steps[1:], None), strict=True):
             if following is not None:

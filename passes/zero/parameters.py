@@ -44,11 +44,12 @@ class ParametersInUse:
         self.per_call = per_call
         self.limit = limit
         self.whole: dict[str, fx.Node] = {}
+        self.waiting: list[tuple[int, list[str]]] = []
         self.flying: dict[Step | int, list[Gathering]] = {}
         self.values = {name: val for chunk in chunks for name, val in chunk.values.items()}
 
     def begin(self, steps: Sequence[Step]) -> None:
-        """At the start of a rank's steps: gather what stays for all of them."""
+        """Start to gather what stays for all of a rank's steps: what is read first."""
         if self.sharding is None or self.per_call:
             return
         seen: set[str] = set()
@@ -60,9 +61,18 @@ class ParametersInUse:
         limit = self.limit(
             self._nbytes([n for lists in reads.values() for ns in lists for n in ns])
         )
-        for index in order:
-            together = self._joined(reads[index], limit)
-            self.flying[index] = [g for names in together for g in self._start(names)]
+        self.waiting = [
+            (index, names) for index in order for names in self._joined(reads[index], limit)
+        ]
+        self._begin(self.waiting[:1])
+
+    def begin_rest(self) -> None:
+        """Start the rest, behind what else the first step needs of the network."""
+        self._begin(self.waiting[1:])
+
+    def _begin(self, together: Sequence[tuple[int, Sequence[str]]]) -> None:
+        for index, names in together:
+            self.flying.setdefault(index, []).extend(self._start(names))
 
     def announce(self, step: Step) -> None:
         """Start to gather what a step's call is given whole, some time before it."""
