@@ -154,8 +154,8 @@ def table(results: list[Result]) -> str:
         ms = {name: 1e3 * statistics.median(found) for name, found in each["cpu_seconds"].items()}
         lines.append(
             f"{each['kind']:<10}{each['dtype']:<10}{each['k']:>5}{ms['gemms']:>9.1f}"
-            f"{ms['unfused']:>9.1f}{ms['fused']:>9.1f}{ratio(each):>8.3f}{ratio(each, 'gemms'):>8.3f}"
-            f"{each['error']:>10.1e}"
+            f"{ms['unfused']:>9.1f}{ms['fused']:>9.1f}{ratio(each):>8.3f}"
+            f"{ratio(each, 'gemms'):>8.3f}{each['error']:>10.1e}"
         )
     return "\n".join(lines)
 
