@@ -52,6 +52,7 @@ class FuseCollectives(UnitPass):
     def run(self, unit: Compilation) -> int:
         unit.fusions = []
         done: set[int] = set()
+        changes = 0
         for stage in range(unit.schedule.stages.count):
             for name in dict.fromkeys(unit.blocks_on(stage)):
                 alike = _is_alike(unit, stage, name)
@@ -60,9 +61,12 @@ class FuseCollectives(UnitPass):
                     for gm in _graphs(variant.programs(stage, name)):
                         if id(gm) not in done:
                             done.add(id(gm))
-                            unit.fusions += _fuse_all(gm, unit.settings, alike, only)
+                            found = _fuse_all(gm, unit.settings, alike, only)
+                            changes += sum(each.changed for each in found)
+                            # other variants find the same
+                            unit.fusions += [each for each in found if each not in unit.fusions]
         unit.remark(*map(str, unit.fusions))
-        return sum(each.changed for each in unit.fusions)
+        return changes
 
 
 def _graphs(programs: Differentiated) -> list[fx.GraphModule]:

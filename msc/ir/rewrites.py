@@ -15,8 +15,8 @@ LEFT_ALONE = "left alone: "
 class Finding:
     """One place that a rewrite looked at.
 
-    rewrite: its class; where: the module, such as "layers.3"; changed: whether it was rewritten;
-    what: what was done, or why it was left alone.
+    rewrite: its class, or the name of a pass that has findings; where: the module, such as
+    "layers.3"; changed: whether it was rewritten; what: what was done, or why it was left alone.
     """
 
     rewrite: str

@@ -31,7 +31,6 @@ def fused(program: msc.Program) -> int:
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"mesh": "tp=4"}),
     ("gpt", {"mesh": "dp=2,tp=2", "microbatches": 2, "recompute": "selective"}),
-    ("llama", {"mesh": "pp=2,tp=2", "microbatches": 2}),
     ("gpt", {"mesh": "pp=2,dp=2,tp=2", "recompute": "full"}),
     ("gpt", {"mesh": "pp=2,tp=2", "microbatches": 2, "schedule": "zb-h1"}),
     ("llama", {"mesh": "tp=2", "rewrites": [msc.ParallelBlock()]}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from msc.passes.overlap import Overlap
 from tests.passes.graphs import GPT, captured, through, token_batch
 
 
+@functools.cache  # no test changes what it gives
 def compiled(mesh: str, fuse: bool | str, cluster: Cluster | None = None, length: int = 8) -> Any:
     unit = captured(
         GPT(vocab=64, layers=4, length=length),
