@@ -20,6 +20,7 @@ from msc.ir.inline import inline
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout, class_names, rank_class
 from msc.ir.mesh import Mesh
 from msc.ir.optimizer import Optimizer
+from msc.ir.pieces import held_indices
 from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_dump import write_dump
@@ -28,7 +29,7 @@ from msc.runtime.memory.predict import MemoryPredictor
 from msc.runtime.simulate import RankClass, SimulationResult, simulate
 from msc.runtime.state import RankState
 from msc.runtime.virtual import VirtualExecutor
-from msc.saved_tensors import SavedTensors, held_indices
+from msc.saved_tensors import SavedTensors
 from msc.step_result import StepResult, put_together
 
 if TYPE_CHECKING:

@@ -14,10 +14,7 @@ from torch import Tensor
 from msc.ir.errors import UserError
 from msc.ir.layout import ParameterLayout
 from msc.ir.mesh import Mesh
-from msc.ir.placement import shard_of
-
-Run = tuple[int, int]
-"""First index and one past the last."""
+from msc.ir.pieces import Run, index_runs
 
 
 class SavedTensors(Mapping[str, Tensor]):
@@ -63,24 +60,6 @@ class SavedTensors(Mapping[str, Tensor]):
         return part.clone(memory_format=torch.contiguous_format)
 
 
-def index_runs(layout: ParameterLayout, mesh: Mesh, rank: int) -> list[list[Run]]:
-    """For each dim the indices of the whole parameter that `rank` holds, in its order."""
-    return [_runs(indices) for indices in held_indices(layout, mesh, rank)]
-
-
-def held_indices(layout: ParameterLayout, mesh: Mesh, rank: int) -> list[Tensor]:
-    """As `index_runs`, every index by itself."""
-    coordinate = mesh.coordinate(rank)
-    held = [torch.arange(length) for length in layout.shape]
-    for axis, placement in layout.shards.items():
-        shape = [-1 if dim == placement.dim else 1 for dim in range(len(held))]
-        part = shard_of(
-            held[placement.dim].view(shape), placement, mesh.axis_size(axis), coordinate[axis]
-        )
-        held[placement.dim] = part.reshape(-1)
-    return held
-
-
 def read_runs(view: Any, runs: Sequence[Sequence[Run]]) -> Tensor:
     """The given runs of every dim, from anything that takes slices."""
     if not runs:
@@ -101,11 +80,3 @@ def _join(
         return boxes[prefix]
     parts = [_join(boxes, runs, (*prefix, index)) for index in range(len(runs[dim]))]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _runs(indices: Tensor) -> list[Run]:
-    if not len(indices):
-        return [(0, 0)]
-    breaks = (indices.diff() != 1).nonzero().flatten() + 1
-    pieces = torch.tensor_split(indices, breaks.tolist())
-    return [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces]

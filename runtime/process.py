@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from msc.codegen.devices import on_device
 from msc.codegen.emit import emit
 from msc.codegen.inductor import compile_graph
+from msc.ir import actions
 from msc.ir.communication import used_channels, used_groups
 from msc.ir.errors import InputError
 from msc.ir.mesh import Mesh
@@ -22,12 +23,16 @@ from msc.runtime.transport import GlooTransport, NativeTransport, Pending
 
 Backend = Literal["aten", "inductor"]
 
+WRITING = (actions.lamb_sums.__name__, *(action.__name__ for action in actions.UPDATES))
+"""The actions that write into parameters or moments."""
+
 
 class ProcessExecutor:
     """Runs one rank's graph in this process.
 
     backend: "aten" calls the ops one by one; "inductor" compiles each graph that computes only.
     timeout: of the groups that are created; None takes the default of `torch.distributed`.
+    before_update: called before each action that writes into parameters or moments.
 
     Creating it is collective: every rank of `mesh` must do so.
     """
@@ -38,6 +43,7 @@ class ProcessExecutor:
         rank_graph: fx.GraphModule,
         backend: Backend = "aten",
         timeout: timedelta | None = None,
+        before_update: Callable[[], None] | None = None,
     ) -> None:
         rank = dist.get_rank()
         self.groups = ProcessGroups(
@@ -46,7 +52,7 @@ class ProcessExecutor:
         if self.groups.device.type != "cpu":
             rank_graph = on_device(rank_graph, self.groups.device)
         self.emitted = emit(rank_graph, "process", compile_graph if backend == "inductor" else None)
-        self._rt = ProcessRank(mesh, rank, self.groups)
+        self._rt = ProcessRank(mesh, rank, self.groups, before_update)
         self._program = self.emitted.program
         self._names = [node.name for node in rank_graph.graph.find_nodes(op="placeholder")]
 
@@ -67,8 +73,17 @@ class ProcessExecutor:
 class ProcessRank(LocalActions):
     """`rt` of the process dialect."""
 
-    def __init__(self, mesh: Mesh, rank: int, groups: ProcessGroups) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        groups: ProcessGroups,
+        before_update: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(mesh, rank)
+        if before_update is not None:
+            for name in WRITING:
+                setattr(self, name, _behind(before_update, getattr(self, name)))
         self._groups = groups
         self._transport = GlooTransport() if groups.backend == "gloo" else NativeTransport()
 
@@ -129,3 +144,11 @@ class ProcessRank(LocalActions):
 def _alone(value: Tensor) -> Pending:
     """A collective of one member; a copy, as a collective's result never shares its input."""
     return Pending((), value.clone(memory_format=torch.contiguous_format))
+
+
+def _behind(first: Callable[[], None], action: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return action(*args, **kwargs)
+
+    return run
