@@ -82,8 +82,8 @@ class Batches:
             here = self.position()
             if here != position:
                 raise InputError(
-                    f"The data differs from that of the checkpoint: its state_dict() is {here}, and "
-                    f"was {position}. Pass the same data, or save into another folder."
+                    f"The data differs from that of the checkpoint: its state_dict() is {here}, "
+                    f"and was {position}. Pass the same data, or save into another folder."
                 )
         if load is None and not self.endless:
             for _ in range(step):

@@ -33,8 +33,11 @@ class Checkpoint:
     def __post_init__(self) -> None:
         if not str(self.url):
             raise InputError("url is empty; it is the folder, or URL, that checkpoints go to.")
-        steps = isinstance(self.every, int) and not isinstance(self.every, bool)
-        if not (steps or isinstance(self.every, timedelta)) or not self.every > type(self.every)(0):
+        if isinstance(self.every, timedelta):
+            good = self.every > timedelta(0)
+        else:
+            good = isinstance(self.every, int) and self.every is not True and self.every > 0
+        if not good:
             raise InputError(
                 f"every is {self.every!r}; it is a number of steps, or a datetime.timedelta, above "
                 "zero."

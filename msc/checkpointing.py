@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from msc.batches import Batches
 from msc.checkpoint_options import Checkpoint
-from msc.ir.errors import InputError, UserError
+from msc.ir.errors import UserError
 from msc.ir.mesh import Mesh
 from msc.program import Program
 from msc.ranks import Job
@@ -179,8 +178,8 @@ class RunCheckpoints:
         if commit.state["seed"] != self._seed:
             raise UserError(
                 f"The seed is {self._seed}, and {self._storage} has a run with seed "
-                f"{commit.state['seed']}. Pass seed={commit.state['seed']} to go on with it, or save "
-                "into another folder."
+                f"{commit.state['seed']}. Pass seed={commit.state['seed']} to go on with it, or "
+                "save into another folder."
             )
 
     def _share(self, data: bytes, source: int) -> bytes:
@@ -367,6 +366,6 @@ class _Chooser:
             yield {
                 "error": f"No checkpoint in {self._storage} is intact:\n"
                 + "\n".join(self._refused)
-                + "\nTraining does not start over by itself. Bring one of them back from a copy, or "
-                "save into another folder."
+                + "\nTraining does not start over by itself. Bring one of them back from a copy, "
+                "or save into another folder."
             }

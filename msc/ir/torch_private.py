@@ -334,7 +334,7 @@ def default_store() -> Store:
 
 
 def dcp_storage_info(file: str, start: int, length: int) -> Any:
-    """Where torch.distributed.checkpoint's own reader finds an item. No public class describes it."""
+    """Where torch.distributed.checkpoint finds an item in a file. No public class says it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, start, length)

@@ -43,6 +43,6 @@ def _memory(size: int) -> int:
 
 
 def _pin(memory: torch.Tensor) -> None:
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     torch.cuda.check_error(int(code))

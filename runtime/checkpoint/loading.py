@@ -20,7 +20,7 @@ Target = Mapping[str, Tensor]
 
 @dataclass
 class LoadReport:
-    """bytes_read: from storage by this rank; bytes_received: from other ranks; damage: the first."""
+    """Bytes that this rank read from storage and received from others, and what it found damaged."""
 
     bytes_read: int = 0
     bytes_received: int = 0
@@ -113,7 +113,7 @@ class Loader:
 
     def _check(self, bucket: Bucket, data: Tensor, report: LoadReport) -> None:
         part = self._plan.parts[bucket.part]
-        view = memoryview(data.numpy())
+        view = memoryview(data.numpy())  # type: ignore[arg-type]
         for index in range(bucket.first, bucket.last):
             at = (index - bucket.first) * part.chunk
             problem = part.damaged(index, view[at : at + part.chunk])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ class Snapshots:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="msc-snapshot")
         self._copy: Future[None] | None = None
         self._then: Future[None] | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
         self.stalled_s = 0.0
 
@@ -56,14 +59,13 @@ class Snapshots:
         then()
 
     def _on_stream(self, values: Sequence[Tensor], slots: Sequence[Tensor]) -> torch.cuda.Event:
-        assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
             for value, slot in zip(values, slots, strict=True):
                 slot.copy_(value, non_blocking=True)
                 if value.is_cuda:
                     value.record_stream(self._stream)
-            copied = torch.cuda.Event()
+            copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         return copied
 

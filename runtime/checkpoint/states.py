@@ -85,7 +85,7 @@ def written_by(
     """
     here = mesh.coordinate(rank)
     loads = dict.fromkeys(range(mesh.axis_size("dp")), 0)
-    found = []
+    found: list[tuple[StateTensor, tuple[Piece, ...]]] = []
     for tensor in sorted(tensors, key=lambda each: (-each.nbytes, each.name)):
         layout = tensor.layout
         if layout is None:

@@ -1,9 +1,9 @@
 """The process that writes one rank's checkpoints: `python -m msc.runtime.checkpoint.writer FD`.
 
 FD is the memory that it shares with the trainer, in which every slot is the image of a data file.
-Requests come as lines of JSON on stdin, first the plan, then `{"step", "slot", "state", "files"}` for
-each save; reports go as lines of JSON to stdout. When stdin ends, what was asked for is finished first:
-a trainer that was killed loses no step that it has handed over.
+Requests come as lines of JSON on stdin, first the plan, then `{"step", "slot", "state", "files"}`
+for each save; reports go as lines of JSON to stdout. When stdin ends, what was asked for is
+finished first: a trainer that was killed loses no step that it has handed over.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Reports:
                 sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
                 sys.stdout.flush()
             except (BrokenPipeError, ValueError):
-                sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+                sys.stdout = open(os.devnull, "w")
 
 
 def serve(memory: int) -> None:

@@ -192,14 +192,14 @@ class WriterProcess:
             if self._saves[0].deaths >= _LIVES or self.broken:
                 lost = self._saves.pop(0)
                 self._log(
-                    f"checkpoint of step {lost.step} was not saved: {_LIVES} writing processes have "
-                    f"died at it, the last with exit code {code}; training goes on"
+                    f"checkpoint of step {lost.step} was not saved: {lost.deaths} writing "
+                    f"processes have died at it, the last with exit code {code}; training goes on"
                 )
         if self.broken:
             self._saves.clear()
             self._log(
-                f"the process that writes checkpoints dies at its start (exit code {code}): NOTHING "
-                "IS SAVED from here on; training goes on"
+                f"the process that writes checkpoints dies at its start (exit code {code}): "
+                "NOTHING IS SAVED from here on; training goes on"
             )
             return
         self._log(f"the process that writes checkpoints died (exit code {code}); started again")
