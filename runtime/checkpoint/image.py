@@ -104,7 +104,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def frame(dtype: torch.dtype, lengths: tuple[int, ...]) -> Frame:
-    """The frame of tensors of this dtype and shape, without checksums, which elements would change."""
+    """The frame of tensors of this dtype and shape; no checksum of the elements is in it."""
     tensor = torch.empty(lengths, dtype=dtype)  # never written to, so no page of it exists
     recorder = _Recorder(tensor.data_ptr())
     checksums = torch.serialization.get_crc32_options()

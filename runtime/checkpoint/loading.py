@@ -20,7 +20,7 @@ Target = Mapping[str, Tensor]
 
 @dataclass
 class LoadReport:
-    """Bytes that this rank read from storage and received from others, and what it found damaged."""
+    """Bytes that this rank read from storage and got from other ranks, and what was damaged."""
 
     bytes_read: int = 0
     bytes_received: int = 0
