@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from msc.passes.rewrites.parallel_block import ParallelBlock as ParallelBlock
     from msc.passes.rewrites.sliding_window import SlidingWindow as SlidingWindow
     from msc.passes.sharding.rules.custom import sharding_rule as sharding_rule
+    from msc.pretrained import load_pretrained as load_pretrained
     from msc.program import load as load
     from msc.trainer import Trainer as Trainer
     from msc.verification import verify as verify
@@ -60,6 +61,7 @@ __version__ = "0.1.0"
 PUBLIC = {
     "compile": "msc.compiler:compile",
     "load": "msc.program:load",
+    "load_pretrained": "msc.pretrained:load_pretrained",
     "verify": "msc.verification:verify",
     "init": "msc.initialization:init",
     "Normal": "msc.initializers:Normal",

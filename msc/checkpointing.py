@@ -25,7 +25,7 @@ from msc.runtime.checkpoint import catalog
 from msc.runtime.checkpoint.arena import Arena
 from msc.runtime.checkpoint.dcp import METADATA, dcp_metadata
 from msc.runtime.checkpoint.image import Image
-from msc.runtime.checkpoint.loading import Loader, LoadReport
+from msc.runtime.checkpoint.loading import Broadcast, Loader, LoadReport
 from msc.runtime.checkpoint.manifest import (
     Commit,
     DamagedError,
@@ -155,8 +155,11 @@ class RunCheckpoints:
             if part is not None:
                 held.append(tensor)
                 target[tensor.name] = torch.zeros(part.shape, dtype=part.dtype)
-        loader = Loader(self._storage, folder, plan, job.rank, job.device, job.timeout)
-        self.report = loader.load(target)
+        broadcast = Broadcast(job.device, job.timeout)
+        try:
+            self.report = Loader(self._storage, folder, plan, job.rank, broadcast).load(target)
+        finally:
+            broadcast.close()
         self.report.damage = self._agree_on(self.report.damage)
         if self.report.damage:
             return None

@@ -51,11 +51,21 @@ class SavedTensors(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
-    def shard(self, layout: ParameterLayout, mesh: Mesh, rank: int) -> Tensor:
-        """What `layout.local` gives of the whole parameter, of which only that part is read."""
-        if layout.name not in self._names:
-            raise KeyError(layout.name)
-        view = self._file.get_slice(layout.name)
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read."""
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def shard(
+        self, layout: ParameterLayout, mesh: Mesh, rank: int, stored: str | None = None
+    ) -> Tensor:
+        """What `layout.local` gives of the whole parameter, of which only that part is read.
+
+        stored: its name in the file, by default that of the layout.
+        """
+        name = stored or layout.name
+        if name not in self._names:
+            raise KeyError(name)
+        view = self._file.get_slice(name)
         part = read_runs(view, index_runs(layout, mesh, rank))
         return part.clone(memory_format=torch.contiguous_format)
 

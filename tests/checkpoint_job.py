@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ EVERY = 2
 class Rows:
     """Batches by their step."""
 
-    def rows(self, step: int, indices: list[int]) -> tuple[torch.Tensor, ...]:
+    def rows(self, step: int, indices: Sequence[int]) -> tuple[torch.Tensor, ...]:
         return tuple(tensor[list(indices)] for tensor in models.tokens(step))
 
     def state_dict(self) -> dict[str, int]:

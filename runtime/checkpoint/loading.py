@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +18,9 @@ Target = Mapping[str, Tensor]
 """This rank's part of each tensor that it holds, by the tensor's name; contiguous."""
 
 
+Share = Callable[[Bucket, Tensor], Tensor]
+
+
 @dataclass
 class LoadReport:
     """Bytes that this rank read from storage and got from other ranks, and what was damaged."""
@@ -28,53 +31,40 @@ class LoadReport:
 
 
 class Loader:
-    """One rank of a load; all ranks of the mesh make one with an equal plan, and call `load`.
+    """One rank of a load; all ranks of the plan's mesh make one with an equal plan.
 
-    Groups of ranks that need the same bytes are created when they are first used, and dropped at
-    the end, in one order on all ranks.
+    share: gives what a bucket's reader has read to its other ranks (see `Broadcast`).
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        folder: str,
-        plan: ReadPlan,
-        rank: int,
-        device: torch.device,
-        timeout: timedelta,
+        self, storage: Storage, folder: str, plan: ReadPlan, rank: int, share: Share
     ) -> None:
         self._storage = storage
         self._folder = folder
         self._plan = plan
         self._rank = rank
-        self._device = device
-        self._timeout = timeout
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._share = share
 
     def load(self, target: Target) -> LoadReport:
         """Fill `target`; collective. What is damaged is reported, and the target then of no use."""
         report = LoadReport()
         assembly = _Assembly(self._plan, self._rank, target)
-        try:
-            for bucket in self._plan.buckets():
-                if self._rank in bucket.ranks:
-                    data = self._bucket(bucket, report)
-                    assembly.take(bucket, data)
-        finally:
-            for group in self._groups.values():
-                if group is not None:
-                    dist.destroy_process_group(group)
+        for bucket in self._plan.buckets():
+            if self._rank in bucket.ranks:
+                assembly.take(bucket, self._bucket(bucket, report))
         if not report.damage and assembly.missing:
-            report.damage = f"{self._folder}: '{assembly.missing}' is not whole in any data file"
+            report.damage = f"'{assembly.missing}' is not whole in the data files"
         return report
 
     def _bucket(self, bucket: Bucket, report: LoadReport) -> Tensor:
         start, end = bucket.span(self._plan.parts)
-        data = torch.empty(end - start, dtype=torch.uint8)
+        data = torch.zeros(end - start, dtype=torch.uint8)
         if bucket.reader == self._rank:
             self._read(bucket, data, report)
         if len(bucket.ranks) > 1:
-            data = self._broadcast(bucket, data, report)
+            data = self._share(bucket, data)
+            if bucket.reader != self._rank:
+                report.bytes_received += len(data)
         self._check(bucket, data, report)
         return data
 
@@ -87,17 +77,45 @@ class Loader:
             report.damage = report.damage or f"{part.file} cannot be read ({error})"
             return
         report.bytes_read += len(found)
-        if found:  # fewer bytes than asked for leave chunks that the check refuses
-            data[: len(found)] = torch.frombuffer(bytearray(found), dtype=torch.uint8)
         if len(found) < end - start:
             report.damage = report.damage or f"{part.file} ends at byte {start + len(found)}"
+        else:
+            data.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
 
-    def _broadcast(self, bucket: Bucket, data: Tensor, report: LoadReport) -> Tensor:
+    def _check(self, bucket: Bucket, data: Tensor, report: LoadReport) -> None:
+        part = self._plan.parts[bucket.part]
+        view = memoryview(data.numpy())  # type: ignore[arg-type]
+        for index in range(bucket.first, bucket.last):
+            at = (index - bucket.first) * part.chunk
+            problem = part.damaged(index, view[at : at + part.chunk])
+            if problem and not report.damage:
+                report.damage = problem
+
+
+class Broadcast:
+    """Shares buckets over `torch.distributed`, which is initialized.
+
+    Groups of ranks that need the same bytes are created when they are first used, in one order on
+    all ranks, and dropped by `close`.
+    """
+
+    def __init__(self, device: torch.device, timeout: timedelta) -> None:
+        self._device = device
+        self._timeout = timeout
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def __call__(self, bucket: Bucket, data: Tensor) -> Tensor:
+        """The bytes that the bucket's reader gives; the others' `data` has the right size."""
         moved = data.to(self._device)
         dist.broadcast(moved, bucket.reader, group=self._group(bucket.ranks))
-        if bucket.reader != self._rank:
-            report.bytes_received += len(moved)
         return moved.cpu()
+
+    def close(self) -> None:
+        """Destroy the groups."""
+        for group in self._groups.values():
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._groups.clear()
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """None is the default group."""
@@ -110,15 +128,6 @@ class Loader:
                 assert isinstance(made, dist.ProcessGroup)
                 self._groups[ranks] = made
         return self._groups[ranks]
-
-    def _check(self, bucket: Bucket, data: Tensor, report: LoadReport) -> None:
-        part = self._plan.parts[bucket.part]
-        view = memoryview(data.numpy())  # type: ignore[arg-type]
-        for index in range(bucket.first, bucket.last):
-            at = (index - bucket.first) * part.chunk
-            problem = part.damaged(index, view[at : at + part.chunk])
-            if problem and not report.damage:
-                report.damage = problem
 
 
 class _Assembly:

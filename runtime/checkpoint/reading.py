@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from msc.ir.errors import UserError
 from msc.ir.pieces import Box, Piece
@@ -64,28 +65,26 @@ class ReadPlan:
         self.parts = parts
         self.wanted = wanted
         self._stored = _stored(parts)
-        check_same_model(self._stored, wanted)
-        self._needed = [[0] * len(part.digests) for part in parts]
+        check_same_model({name: tensor for name, (tensor, _) in self._stored.items()}, wanted)
+        self._needed: dict[int, dict[int, int]] = {}  # part -> chunk -> ranks, as bits
         for tensor in wanted.tensors:
             for pieces, ranks in tensor.parts(wanted.mesh):
                 mask = sum(1 << rank for rank in ranks)
                 for overlap in self._overlaps(tensor, pieces):
                     chunk = parts[overlap.part].chunk
-                    needed = self._needed[overlap.part]
+                    needed = self._needed.setdefault(overlap.part, {})
                     for index in range(overlap.start // chunk, -(-overlap.end // chunk)):
-                        needed[index] |= mask
+                        needed[index] = needed.get(index, 0) | mask
 
     def buckets(self) -> list[Bucket]:
         """All buckets, in the order in which every rank takes part in its own."""
         runs: dict[int, list[tuple[int, int, int]]] = {}
-        for number, needed in enumerate(self._needed):
+        for number, needed in sorted(self._needed.items()):
             per_bucket = max(1, BUCKET // self.parts[number].chunk)
-            for mask, found in itertools.groupby(range(len(needed)), key=needed.__getitem__):
-                indices = list(found)
-                for start in range(indices[0], indices[-1] + 1, per_bucket):
-                    end = min(start + per_bucket, indices[-1] + 1)
-                    if mask:
-                        runs.setdefault(mask, []).append((number, start, end))
+            for mask, first, last in _runs(needed):
+                for start in range(first, last, per_bucket):
+                    end = min(start + per_bucket, last)
+                    runs.setdefault(mask, []).append((number, start, end))
         result = []
         for mask in sorted(runs):
             ranks = tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
@@ -118,6 +117,25 @@ class ReadPlan:
                     yield Overlap(number, tensor, stored, piece, box, start, end)
 
 
+def _runs(needed: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+    """(ranks, first chunk, one past the last) of consecutive chunks that the same ranks need."""
+    chunks = sorted(needed)
+    key = {chunk: (needed[chunk], chunk - place) for place, chunk in enumerate(chunks)}
+    for (mask, _), found in itertools.groupby(chunks, key=key.__getitem__):
+        run = list(found)
+        yield mask, run[0], run[-1] + 1
+
+
+class Described(Protocol):
+    """Anything that has a tensor's dtype, as "float32", and its shape."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 _Stored = Mapping[str, tuple[StoredTensor, list[tuple[int, StoredPiece]]]]
 """By name: what a part says of the tensor, and its pieces, each with the number of its part."""
 
@@ -131,13 +149,11 @@ def _stored(parts: Sequence[Part]) -> _Stored:
     return found
 
 
-def check_same_model(
-    stored: Mapping[str, tuple[StoredTensor, object]], wanted: StateTensors
-) -> None:
+def check_same_model(stored: Mapping[str, Described], wanted: StateTensors) -> None:
     """Raise `UserError`, which names the differences, unless both have the same tensors."""
     expected = {t.name: (dtype_name(t.dtype), t.shape) for t in wanted.tensors}
     lines = [f"  '{name}' of the program is not in it" for name in expected.keys() - stored.keys()]
-    for name, (tensor, _) in stored.items():
+    for name, tensor in stored.items():
         if name not in expected:
             lines.append(f"  its '{name}' is not in the program")
         elif (tensor.dtype, tensor.shape) != expected[name]:
