@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -104,19 +105,13 @@ class WriterProcess:
         self.flush(timeout_s)
         with self._change:
             self._closing = True
-            if self._process.stdin is not None:
-                try:
-                    self._process.stdin.close()
-                except OSError:
-                    pass  # it has died
+            _close_stdin(self._process)
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._log("the process that writes checkpoints is still writing; it ends by itself")
             return
         self._reader.join()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
 
     def _start(self) -> None:
         command = [sys.executable, "-m", _MODULE, str(self._arena.handle)]
@@ -138,11 +133,10 @@ class WriterProcess:
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        try:
+        # Of a process that has died: `_listen` starts another, which is asked again.
+        with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        except (OSError, ValueError):
-            pass  # it has died: `_listen` starts another, which is asked again
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -151,8 +145,10 @@ class WriterProcess:
             with self._change:
                 self._hear(report)
                 self._change.notify_all()
+        process.stdout.close()
         code = process.wait()
         with self._change:
+            _close_stdin(process)
             if not self._closing:
                 self._died(code)
             self._change.notify_all()
@@ -204,3 +200,9 @@ class WriterProcess:
             return
         self._log(f"the process that writes checkpoints died (exit code {code}); started again")
         self._start()
+
+
+def _close_stdin(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # what it holds is for a process that has died
+        process.stdin.close()
