@@ -263,7 +263,7 @@ class RunCheckpoints:
         # Rank 0 asks for a save one step ahead. The loss of a step comes from all ranks, so no rank
         # ends that step before rank 0 has begun it, and the request is there by then.
         due = int(self._job.store.get("save after")) == step
-        if self._job.rank == 0 and self._asked < step:
+        if self._job.rank == 0 and self._asked <= step:
             if time.monotonic() - self._last_save >= every.total_seconds():
                 self._last_save = time.monotonic()
                 self._asked = step + 1

@@ -9,6 +9,7 @@ import torch
 
 from msc.ir import actions
 from msc.ir.mesh import Mesh
+from msc.ir.torch_private import copy_each_
 from msc.runtime.checkpoint import snapshot
 from msc.runtime.checkpoint.snapshot import Snapshots
 from msc.runtime.process import WRITING, ProcessRank
@@ -20,7 +21,6 @@ def test_settle_waits_for_the_copy_and_not_for_what_follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copy, follow, followed = threading.Event(), threading.Event(), threading.Event()
-    copy_each_ = snapshot.copy_each_
 
     def late(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         copy.wait(60)
