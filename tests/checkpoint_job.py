@@ -14,24 +14,35 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import msc
 from msc.launch import launch, under_torchrun
-from tests import models
 
 EVERY = 2
+VOCABULARY, SAMPLES, LENGTH = 96, 8, 16
+
+
+def tokens(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(1, VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 class Rows:
-    """Batches by their step."""
+    """Batches by their step; `version` is its state."""
+
+    def __init__(self, version: int = 1) -> None:
+        self.version = version
 
     def rows(self, step: int, indices: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor[list(indices)] for tensor in models.tokens(step))
+        return tuple(tensor[list(indices)] for tensor in tokens(step))
 
-    def state_dict(self) -> dict[str, int]:
-        return {"version": 1}
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version}
 
 
 def train(folder: Path, case: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from msc.runtime.checkpoint.manifest import (
     COMMIT,
     Commit,
     commit_to_bytes,
+    data_name,
     digest,
     folder_name,
     part_name,
@@ -83,6 +85,16 @@ class Committer:
                 self._pending.remove(pending)
                 self._tell("abandoned", step=pending.step, error=f"{_some(missing)} did not come")
         return bool(self._pending)
+
+    def progress(self) -> int:
+        """Bytes that are there of the data of steps that wait."""
+        total = 0
+        for pending in self._pending:
+            folder = folder_name(pending.step, self._attempt)
+            for name in map(data_name, range(self._world)):
+                with contextlib.suppress(OSError):
+                    total += self._storage.size(f"{folder}/{name}")
+        return total
 
     def _commit(self, folder: str, pending: _Pending) -> None:
         parts = tuple(

@@ -34,7 +34,7 @@ from msc.runtime.checkpoint.manifest import (
 from msc.runtime.checkpoint.storage import LocalStorage, Storage, in_blocks, open_storage
 
 PATIENCE_S = 600.0
-ORPHAN_PATIENCE_S = 20.0  # for parts of other ranks, once the trainer is gone
+ORPHAN_PATIENCE_S = 3.0  # for other ranks' parts to grow, once the trainer is gone
 _POLL_S = 0.02
 _REMOTE_POLL_S = 1.0
 
@@ -154,7 +154,7 @@ def _committer(storage: Storage, plan: Mapping[str, Any], tell: Tell) -> Committ
 def _poll(
     committer: Committer, lock: threading.Lock, ended: threading.Event, pause: float, tell: Tell
 ) -> None:
-    left = ORPHAN_PATIENCE_S
+    left, progress = ORPHAN_PATIENCE_S, -1
     while True:
         last = ended.is_set()
         try:
@@ -164,7 +164,8 @@ def _poll(
             tell("warning", error=f"committing failed and is tried again: {error}")
             waiting = True
         if last:
-            left -= pause
+            before, progress = progress, committer.progress()
+            left = left - pause if progress == before else ORPHAN_PATIENCE_S
             if not waiting or left <= 0:
                 return
         time.sleep(pause)
