@@ -25,7 +25,7 @@ def load_pretrained(program: Program, path: str | Path) -> Program:
 
     Names are those of the plain module's `state_dict`; a tied parameter may have any of its names.
     Nothing is read now but the files' headers: each rank reads its slices when it starts. Buffers
-    stay as they were.
+    stay as they were; those of a model on `meta` come from `msc.init(model, seed)`.
 
     Raises `UserError` if a parameter is missing or of another shape, or a tensor in the files is
     none of the model's.
