@@ -44,6 +44,7 @@ from msc.runtime.state import RankState
 
 HISTORY = "history.json"
 PLAN = "plan.json"
+_GRACE_S = 1.0  # for a process that has nothing to write to end, after an error
 
 
 def state_tensors(program: Program) -> StateTensors:
@@ -314,7 +315,7 @@ class RunCheckpoints:
         """End the writing process, which finishes what it has; wait for that if `finish`."""
         self._snapshots.close()
         if self._writer is not None:
-            self._writer.close(self._job.timeout.total_seconds() if finish else 0.0)
+            self._writer.close(self._job.timeout.total_seconds() if finish else _GRACE_S)
 
     def _tell(self, text: str) -> None:
         self.messages.put(text)

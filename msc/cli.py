@@ -20,6 +20,7 @@ from msc.guarded_command import DIFFERENT, guarded
 from msc.ir.errors import UserError
 from msc.passes.schedules.rules import SCHEDULES
 from msc.pins_file import load_pins
+from msc.run_folder import diagnose
 from msc.summary import compile_json, print_compile, print_verify, verify_json
 
 app = typer.Typer(
@@ -290,6 +291,28 @@ def simulate(
         def show() -> int:
             print(result)
             return 0
+
+        return show
+
+    raise typer.Exit(guarded(action, as_json=False))
+
+
+@app.command()
+def blame(
+    run: Annotated[Path, typer.Argument(help="The folder that Trainer(run=..) was given.")],
+    png: Annotated[Path | None, typer.Option("--png", help="Draw it into this file.")] = None,
+) -> None:
+    """Say which rank holds up the others of a run that hangs, or has hung, and who waits for whom.
+
+    Exit code 1 if there is such a rank.
+    """
+
+    def action() -> Callable[[], int]:
+        verdict, text = diagnose(run, png)
+
+        def show() -> int:
+            print(text)
+            return DIFFERENT if verdict.causes else 0
 
         return show
 

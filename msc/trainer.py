@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -20,6 +22,9 @@ from msc.passes.forward_only import forward_only
 from msc.program import Program
 from msc.progress import Log, TrainingProgress, show
 from msc.ranks import is_lost_peer, join
+from msc.run_folder import open_ring
+from msc.runtime.diagnosis.recording import RecordingRank
+from msc.runtime.diagnosis.ring import Ring
 from msc.runtime.process import Backend, ProcessExecutor
 
 
@@ -51,6 +56,7 @@ class Trainer:
         device: str | None = None,
         timeout_s: float = 600.0,
         checkpoint: Checkpoint | None = None,
+        run: str | Path | None = None,
     ) -> None:
         """Join the job and make this rank's state.
 
@@ -63,6 +69,7 @@ class Trainer:
             device: "cpu" or "cuda"; None takes CUDA where there is one.
             timeout_s: how long a rank waits for another before it gives up.
             checkpoint: where to save, and to resume from; `step` says where the run stands.
+            run: a folder in which ranks note what they communicate, for `msc blame`.
 
         Raises:
             UserError: there are checkpoints, but none is intact, or they are of another model,
@@ -76,15 +83,18 @@ class Trainer:
         self._history = History()
         self._log = log
         self._checkpoints: RunCheckpoints | None = None
+        self._ring: Ring | None = None
         self._evaluation: tuple[fx.GraphModule, ProcessExecutor] | None = None
         self._job = join(program.mesh, device, timedelta(seconds=timeout_s))
         try:
-            self._start(data, seed, checkpoint)
+            self._start(data, seed, checkpoint, run)
         except BaseException:
             self._leave(finish=False)
             raise
 
-    def _start(self, data: Data, seed: int, checkpoint: Checkpoint | None) -> None:
+    def _start(
+        self, data: Data, seed: int, checkpoint: Checkpoint | None, run: str | Path | None
+    ) -> None:
         job, program = self._job, self.program
         job.agree(
             {
@@ -98,21 +108,34 @@ class Trainer:
         if checkpoint is not None:
             self._checkpoints = RunCheckpoints(checkpoint, program, job, seed, self._batches)
         before_update = self._checkpoints.before_update if self._checkpoints is not None else None
-        self._executor = self._new_executor(self._graph, before_update)
+        rank_of = None
+        if run is not None:
+            self._ring = open_ring(Path(run), program, job.rank)
+            rank_of = functools.partial(RecordingRank, ring=self._ring)
+        self._executor = self._new_executor(self._graph, before_update, rank_of)
         self._state = program.initial_state(job.rank, seed)
         for values in (self._state.parameters, self._state.buffers):
             values.update({name: value.to(job.device) for name, value in values.items()})
         if self._checkpoints is not None:
-            self._history = self._checkpoints.resume(self._state) or self._history
-            self._checkpoints.start()
+            with self._in_step(0, "resuming from a checkpoint"):
+                self._history = self._checkpoints.resume(self._state) or self._history
+                self._checkpoints.start()
             self._show_messages(lambda line: show(self._log, line))
 
     def _new_executor(
-        self, graph: fx.GraphModule, before_update: Callable[[], None] | None = None
+        self,
+        graph: fx.GraphModule,
+        before_update: Callable[[], None] | None = None,
+        rank_of: Callable[..., RecordingRank] | None = None,
     ) -> ProcessExecutor:
         backend = cast(Backend, self.program.backend)
         timeout = self._job.timeout
-        return ProcessExecutor(self.program.mesh, graph, backend, timeout, before_update)
+        mesh = self.program.mesh
+        return ProcessExecutor(mesh, graph, backend, timeout, before_update, rank_of)
+
+    def _phase(self, name: str, step: int | None = None) -> None:
+        if self._ring is not None:
+            self._ring.phase(name, step)
 
     @property
     def rank(self) -> int:
@@ -168,7 +191,9 @@ class Trainer:
         with TrainingProgress(log, self.step, steps, work, unit) as progress:
             while self.step < last:
                 with self._in_step(self.step + 1):
+                    self._phase("data", self.step + 1)
                     inputs = self._batches.need(self.step, last)
+                    self._phase("step")
                     outputs = self._executor.run(self._state.arguments(self._graph, inputs))
                     loss = float(outputs["loss"])
                 before = self.skipped_steps
@@ -181,9 +206,12 @@ class Trainer:
                 progress.step(self.step, loss)
                 if self.skipped_steps > before:
                     progress.skipped(self.step, self.grad_norms[-1], self.skipped_steps)
+                self._phase("idle")
                 if self._checkpoints is not None:
+                    self._phase("save")
                     self._checkpoints.after_step(self._state, self._history)
                     self._show_messages(progress.note)
+                    self._phase("idle")
 
     def evaluate(self, data: Data, steps: int | None = None) -> float:
         """The mean loss of the batches in `data`, at most `steps` of them.
@@ -221,6 +249,7 @@ class Trainer:
         try:
             yield
         except Exception as error:
+            self._phase("lost" if is_lost_peer(error) else "failed")
             self._job.report(step, error)
             if is_lost_peer(error):
                 raise self._job.explain(step, error) from error
@@ -293,6 +322,8 @@ class Trainer:
         if self._checkpoints is not None and self._job.open:
             self._checkpoints.close(finish)
             self._show_messages(lambda line: show(self._log, line))
+        if finish:
+            self._phase("ended")
         self._job.close()
 
     def __enter__(self) -> Trainer:

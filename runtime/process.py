@@ -33,6 +33,8 @@ class ProcessExecutor:
     backend: "aten" calls the ops one by one; "inductor" compiles each graph that computes only.
     timeout: of the groups that are created; None takes the default of `torch.distributed`.
     before_update: called before each action that writes into parameters or moments.
+    rank_of: makes the rank's side of the program from (mesh, rank, groups, before_update), in place
+        of `ProcessRank`: one that records what it does.
 
     Creating it is collective: every rank of `mesh` must do so.
     """
@@ -44,6 +46,7 @@ class ProcessExecutor:
         backend: Backend = "aten",
         timeout: timedelta | None = None,
         before_update: Callable[[], None] | None = None,
+        rank_of: Callable[..., ProcessRank] | None = None,
     ) -> None:
         rank = dist.get_rank()
         self.groups = ProcessGroups(
@@ -52,7 +55,7 @@ class ProcessExecutor:
         if self.groups.device.type != "cpu":
             rank_graph = on_device(rank_graph, self.groups.device)
         self.emitted = emit(rank_graph, "process", compile_graph if backend == "inductor" else None)
-        self._rt = ProcessRank(mesh, rank, self.groups, before_update)
+        self._rt = (rank_of or ProcessRank)(mesh, rank, self.groups, before_update)
         self._program = self.emitted.program
         self._names = [node.name for node in rank_graph.graph.find_nodes(op="placeholder")]
 

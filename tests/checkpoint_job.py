@@ -53,7 +53,8 @@ def train(folder: Path, case: str) -> None:
     if name != "plain":
         options = msc.Checkpoint(folder / name, every=EVERY, keep=2, when_busy="wait")
     lines: list[str] = []
-    with msc.Trainer(program, Rows(), log=lines.append, checkpoint=options) as trainer:
+    run = folder / f"{name}.{mesh}.run"
+    with msc.Trainer(program, Rows(), log=lines.append, checkpoint=options, run=run) as trainer:
         first = trainer.step
         trainer.fit(int(steps) - first)
         if rest:

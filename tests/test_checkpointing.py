@@ -6,10 +6,13 @@ import functools
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +27,11 @@ import msc
 from msc.batches import Batches
 from msc.checkpointing import state_tensors
 from msc.program import Program
+from msc.run_folder import diagnose
+from msc.runtime.checkpoint.loading import Loader
 from msc.runtime.checkpoint.storage import LocalStorage
+from msc.runtime.diagnosis.ring import read_ring
+from msc.runtime.diagnosis.schedule import WAIT, from_text
 from msc.runtime.state import RankState
 from tests import models
 from tests.checkpoint_job import Rows, tokens
@@ -163,6 +170,27 @@ def test_saves_by_the_clock(tmp_path: Path) -> None:
         "00000003",
         "00000004",
     ]
+
+
+def test_any_file_system_of_fsspec(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    url: Any = f"local://{tmp_path}/saves"  # the same disk, but through fsspec
+    with trainer(url) as run:
+        run.fit(3)
+    with trainer(url) as run:
+        assert run.step == 3
+        run.fit(2)
+        assert equal(findings(run), undisturbed)
+
+
+def test_a_rank_that_dies_while_loading_is_named(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(self: Loader, target: Any) -> None:
+        raise RuntimeError("[transport/tcp/pair.cc] Connection closed by peer")
+
+    monkeypatch.setattr(Loader, "load", lost)
+    with pytest.raises(msc.CommunicationError, match="Rank 0 got no answer from another rank"):
+        trainer(saved)
 
 
 # -- what is damaged is named and not used
@@ -391,6 +419,55 @@ def test_any_mesh_to_any_mesh(tmp_path: Path, case: str) -> None:
 # -- real processes
 
 
+def start_rank(folder: Path, rank: int, port: int, case: str) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+    }
+    command = [sys.executable, str(JOB), str(folder), "2", case]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif("MSC_TEST_LONG" not in os.environ, reason="takes minutes")
+def test_a_job_that_is_killed_again_and_again_ends_bit_for_bit(tmp_path: Path) -> None:
+    program("dp=2", precision="float64", microbatches=2).save(tmp_path / "dp=2")
+    run_job(tmp_path, 2, ["plain:60:dp=2"])
+    chance = random.Random(0)
+    lives = []
+    for life in range(40):
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        ranks = [start_rank(tmp_path, rank, port, "killed:60:dp=2") for rank in range(2)]
+        known = set(folders(tmp_path / "killed")) if life else set()
+        while ranks[0].poll() is None:
+            new = (tmp_path / "killed").exists() and set(folders(tmp_path / "killed")) - known
+            if new:  # it runs
+                time.sleep(chance.random() * 0.8)
+                break
+            time.sleep(0.01)
+        for rank in chance.sample(ranks, 2):
+            if life < 39:
+                rank.kill()
+                time.sleep(chance.random() * 0.05)
+        codes = [rank.wait() for rank in ranks]
+        lives.append(codes)
+        if codes == [0, 0]:
+            break
+    assert codes == [0, 0], lives
+    assert len(lives) > 2
+    whole, found = (torch.load(tmp_path / f"{name}.dp=2.pt") for name in ("plain", "killed"))
+    assert equal(found["params"], whole["params"])
+    assert equal(found["optimizer"], whole["optimizer"])
+    assert found["losses"] == whole["losses"]
+
+
 def run_job(folder: Path, nproc: int, cases: Sequence[str], code: int = 0) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, str(JOB), str(folder), str(nproc), *cases]
@@ -404,11 +481,25 @@ def run_job(folder: Path, nproc: int, cases: Sequence[str], code: int = 0) -> No
     assert done.returncode == code, done.stdout
 
 
+def assert_as_scheduled(run: Path) -> None:
+    """Each rank's last step is what its program says, act for act, byte for byte."""
+    for rank in range(2):
+        view = read_ring(run / f"rank-{rank:05d}.ring")
+        schedule = from_text((run / f"rank-{rank:05d}.schedule.json").read_text())
+        assert (view.phase, view.in_step) == ("ended", len(schedule))
+        for record, act in zip(view.records[-view.in_step :], schedule, strict=True):
+            assert (record.kind, record.channel) == (act.kind, act.channel)
+            assert record.kind == WAIT or record.nbytes == act.nbytes
+            assert record.leave_ns >= record.enter_ns > 0
+
+
 @pytest.mark.gloo
 def test_a_killed_job_resumes_bit_for_bit_and_on_another_mesh(tmp_path: Path) -> None:
     for mesh in ("dp=2", "pp=2"):
         program(mesh, precision="float64", microbatches=2).save(tmp_path / mesh)
     run_job(tmp_path, 2, ["plain:5:dp=2", "same:3:dp=2:kill=1"], code=1)
+    killed, words = diagnose(tmp_path / "same.dp=2.run")
+    assert [(cause.rank, cause.what) for cause in killed.causes] == [(1, "is dead")], words
     shutil.copytree(tmp_path / "same", tmp_path / "other")
     run_job(tmp_path, 2, ["same:5:dp=2", "other:5:pp=2"])
     whole, same, other = (
@@ -425,6 +516,9 @@ def test_a_killed_job_resumes_bit_for_bit_and_on_another_mesh(tmp_path: Path) ->
     assert other["losses"] == pytest.approx(whole["losses"], rel=1e-12)
     for name, value in whole["params"].items():
         torch.testing.assert_close(other["params"][name], value, rtol=1e-9, atol=1e-12)
+    for name in ("plain.dp=2", "other.pp=2"):
+        assert diagnose(tmp_path / f"{name}.run")[0].causes == ()
+        assert_as_scheduled(tmp_path / f"{name}.run")
     # both dp ranks need all of it: one reads, the other is sent it
     read, received = same["read"]
     files = [tmp_path / "other" / folder for folder in folders(tmp_path / "other")]
