@@ -16,6 +16,8 @@ from msc.checkpointing import state_tensors
 from msc.program import Program
 from msc.runtime.checkpoint.catalog import checkpoints, read_commit
 from msc.runtime.checkpoint.storage import LocalStorage
+from msc.runtime.diagnosis.ring import Ring
+from msc.runtime.diagnosis.schedule import WAIT, Act, to_text
 from tests import models
 from tests.runtime.checkpoint import worlds
 
@@ -56,6 +58,25 @@ def ckpt(*words: object, code: int = 0) -> str:
     result = CliRunner().invoke(cli.app, ["ckpt", *map(str, words)])
     assert result.exit_code == code, result.output
     return result.stderr if code == 2 else result.stdout
+
+
+def test_blame(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"mesh": [["tp", 2]]}')
+    for rank in range(2):
+        ring = Ring(tmp_path / f"rank-0000{rank}.ring", rank, ["tp:0,1"])
+        ring.phase("step", 3)
+        start = Act("all_reduce", "tp:0,1", 8, "%sum (head)")
+        schedule = [start, Act(WAIT, "tp:0,1", 8, "%sum (head)", 0)]
+        (tmp_path / f"rank-0000{rank}.schedule.json").write_text(to_text(schedule))
+    ring.enter(ring.start("all_reduce", "tp:0,1", 8))
+    result = CliRunner().invoke(cli.app, ["blame", str(tmp_path)])
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[0] == "rank 0 (tp=0) computes, or hangs outside of communication (step 3)"
+    assert lines[1] == "  next in its program: all_reduce on tp:0,1 at %sum (head)"
+    assert lines[2].endswith("rank 1 (tp=1) waits for it: all_reduce on tp:0,1 at %sum (head)")
+    assert lines[-1] == "pp=0 dp=0   X w   ranks 0 to 1"
+    assert CliRunner().invoke(cli.app, ["blame", str(tmp_path / "x")]).exit_code == 2
 
 
 def test_ls(saved: Path) -> None:

@@ -416,6 +416,24 @@ def test_any_mesh_to_any_mesh(tmp_path: Path, case: str) -> None:
         worlds.write(storage, state_tensors(current), state, step)
 
 
+# -- a run's folder
+
+
+def test_a_run_notes_what_it_does(tmp_path: Path) -> None:
+    with trainer(None, run=tmp_path / "run") as run:
+        run.fit(1)
+        (tmp_path / "run" / "rank-00000.ring").read_bytes()
+        verdict, text = diagnose(tmp_path / "run")
+        assert (verdict.causes, text.splitlines()[0]) == ((), "No rank waits for another.")
+        with pytest.raises(msc.InputError, match="ended at step"):
+            with trainer(None, run=tmp_path / "short", data=[]) as short:
+                short.fit(1)
+    assert read_ring(tmp_path / "run" / "rank-00000.ring").phase == "ended"
+    assert read_ring(tmp_path / "short" / "rank-00000.ring").phase == "failed"
+    with pytest.raises(msc.UserError, match="is no folder of a run"):
+        diagnose(tmp_path)
+
+
 # -- real processes
 
 
