@@ -290,7 +290,7 @@ class RunCheckpoints:
         for place in self._image.places:
             part = place.tensor.of(state)
             assert part is not None, place.tensor.name
-            values.append(place.piece.of(part))
+            values.append(place.piece.of(part.contiguous()))  # a buffer may be a view
         slots = self._image.elements(self._arena.slots[slot])
         self._snapshots.begin(values, slots, lambda: self.writer.save(step, slot, request))
 

@@ -101,6 +101,7 @@ class Trainer:
                 "program": program.fingerprint,
                 "seed": str(seed),
                 "set of initial parameters": program.values_digest,
+                "checkpoint": str(checkpoint),
             }
         )
         self._graph = program.rank_graph(job.rank)

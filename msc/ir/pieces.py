@@ -90,6 +90,7 @@ class Piece:
 
     def of(self, part: Tensor, box: Box | None = None) -> Tensor:
         """The view of `part` that is this piece, or a `box` of the whole tensor inside of it."""
+        assert part.is_contiguous()
         inner = box or self.box
         shifts = zip(inner.offsets, self.box.offsets, self.strides, strict=True)
         start = self.start + sum((a - b) * stride for a, b, stride in shifts)
