@@ -20,11 +20,12 @@ setup: .venv/installed
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# Thousands of random calls for each line of the rule table, and 20 steps of every named model on
-# every mesh; takes more than an hour.
+# Thousands of random calls for each line of the rule table, 20 steps of every named model on every
+# mesh, and hundreds of kills of jobs and of what writes checkpoints; takes more than an hour.
 test-long: setup
 	OMP_NUM_THREADS=1 MSC_TEST_LONG=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile=long \
-		tests/passes/sharding/test_rules.py tests/parity/test_matrix.py
+		tests/passes/sharding/test_rules.py tests/parity/test_matrix.py \
+		tests/runtime/checkpoint/test_writing.py tests/test_checkpointing.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -41,6 +41,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=config.heads)
     parser.add_argument("--sequence", type=int, default=config.sequence)
     parser.add_argument("--evaluate", type=int, default=0, help="held-out batches to score at last")
+    parser.add_argument("--checkpoint", help="a folder to save into, and to go on from")
+    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--json", type=Path, help="a file for losses and speed")
     parser.add_argument("--dump", type=Path, help="a folder for graphs and the result of each pass")
     return parser.parse_args()
@@ -74,15 +76,19 @@ def train(args: argparse.Namespace) -> None:
     )
     if args.dump is not None and first:
         program.dump(args.dump)
-    with msc.Trainer(program, data, seed=args.seed) as trainer:
+    checkpoint = None
+    if args.checkpoint is not None:
+        checkpoint = msc.Checkpoint(args.checkpoint, every=args.every)
+    with msc.Trainer(program, data, seed=args.seed, checkpoint=checkpoint) as trainer:
         started = time.perf_counter()
-        trainer.fit(steps=args.steps)
+        steps = max(0, args.steps - trainer.step)
+        trainer.fit(steps)
         seconds = time.perf_counter() - started
         found = {
             "mesh": args.mesh,
             "losses": trainer.losses,
             "seconds": seconds,
-            "tokens_per_second": args.steps * args.batch * args.sequence / seconds,
+            "tokens_per_second": steps * args.batch * args.sequence / seconds,
         }
         if args.evaluate:
             held_out = StdlibText(args.batch, args.sequence, args.seed, held_out=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from msc.capture.functions import wrap_function as wrap_function
+    from msc.checkpoint_options import Checkpoint as Checkpoint
     from msc.compiler import compile as compile
     from msc.cost import Cluster as Cluster
     from msc.initialization import init as init
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from msc.passes.rewrites.parallel_block import ParallelBlock as ParallelBlock
     from msc.passes.rewrites.sliding_window import SlidingWindow as SlidingWindow
     from msc.passes.sharding.rules.custom import sharding_rule as sharding_rule
+    from msc.pretrained import load_pretrained as load_pretrained
     from msc.program import load as load
     from msc.trainer import Trainer as Trainer
     from msc.verification import verify as verify
@@ -59,6 +61,7 @@ __version__ = "0.1.0"
 PUBLIC = {
     "compile": "msc.compiler:compile",
     "load": "msc.program:load",
+    "load_pretrained": "msc.pretrained:load_pretrained",
     "verify": "msc.verification:verify",
     "init": "msc.initialization:init",
     "Normal": "msc.initializers:Normal",
@@ -84,6 +87,7 @@ PUBLIC = {
     "LearningRate": "msc.ir.optimizer:LearningRate",
     "ParallelBlock": "msc.passes.rewrites.parallel_block:ParallelBlock",
     "Trainer": "msc.trainer:Trainer",
+    "Checkpoint": "msc.checkpoint_options:Checkpoint",
     "Pass": "msc.ir.pipeline:Pass",
     "GraphPass": "msc.ir.pipeline:GraphPass",
     "UnitPass": "msc.ir.pipeline:UnitPass",

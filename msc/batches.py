@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,6 +54,47 @@ class Batches:
             for node in program.rank_graph(rank).graph.find_nodes(op="placeholder")
             if node.meta["kind"] == "input"
         }
+
+    def position(self) -> Any:
+        """What the data's `state_dict` says, as JSON has it; None for data that has none."""
+        state_dict = getattr(self._data, "state_dict", None)
+        if state_dict is None:
+            return None
+        state = state_dict()
+        try:
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"The state_dict() of the data has no JSON ({error}), and a checkpoint holds the "
+                "data's position as JSON. Let it give numbers, strings, lists and dicts."
+            ) from error
+
+    def seek(self, step: int, position: Any) -> None:
+        """Go to where `step` steps were taken; `position` is what `position` said there.
+
+        Data with `load_state_dict` is given it. Other rows are asked for by step, so their
+        `state_dict` must be as it was; of an iterable the batches of those steps are dropped.
+        """
+        load = getattr(self._data, "load_state_dict", None)
+        if load is not None and position is not None:
+            load(position)
+        elif self.endless or position is not None:
+            here = self.position()
+            if here != position:
+                raise InputError(
+                    f"The data differs from that of the checkpoint: its state_dict() is {here}, "
+                    f"and was {position}. Pass the same data, or save into another folder."
+                )
+        if load is None and not self.endless:
+            for _ in range(step):
+                if self._iterator is None:
+                    self._iterator = iter(self._data)  # type: ignore[arg-type]
+                if next(self._iterator, None) is None:
+                    raise InputError(
+                        f"The data ended at step {self._taken}, and the checkpoint is of step "
+                        f"{step}. Pass the same data from its start."
+                    )
+                self._taken += 1
 
     @property
     def endless(self) -> bool:

@@ -1,33 +1,27 @@
-"""The command `msc`: verify, compile, explain and simulate a model from the shell.
+"""The command `msc`: verify, compile, explain and simulate a model, and handle checkpoints.
 
-Exit codes: 0 all is well; 1 the parallel program computes something else than the single-device
-one; 2 the input cannot be used, as one message on stderr (with --json, as JSON on stdout); 3 MSC
-itself failed, which is a bug of MSC's.
+`msc/guarded_command.py` says what exit codes mean.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 import msc
-from msc.build_target import load_target, user_line
-from msc.ir.errors import MSCError, UserError
+from msc.build_target import load_target
+from msc.checkpoint_commands import app as checkpoint_app
+from msc.guarded_command import DIFFERENT, guarded
+from msc.ir.errors import UserError
 from msc.passes.schedules.rules import SCHEDULES
 from msc.pins_file import load_pins
+from msc.run_folder import diagnose
 from msc.summary import compile_json, print_compile, print_verify, verify_json
-
-DIFFERENT = 1
-UNUSABLE = 2
-BROKEN = 3
 
 app = typer.Typer(
     name="msc",
@@ -36,6 +30,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(checkpoint_app, name="ckpt")
 
 
 class DType(StrEnum):
@@ -191,7 +188,7 @@ def verify(
 
         return show
 
-    raise typer.Exit(_guarded(action, as_json))
+    raise typer.Exit(guarded(action, as_json))
 
 
 @app.command("compile")
@@ -253,7 +250,7 @@ def compile_command(
 
         return show
 
-    raise typer.Exit(_guarded(action, as_json))
+    raise typer.Exit(guarded(action, as_json))
 
 
 @app.command()
@@ -285,7 +282,7 @@ def explain(
 
         return show
 
-    raise typer.Exit(_guarded(action, as_json=False))
+    raise typer.Exit(guarded(action, as_json=False))
 
 
 @app.command()
@@ -339,7 +336,29 @@ def simulate(
 
         return show
 
-    raise typer.Exit(_guarded(action, as_json=False))
+    raise typer.Exit(guarded(action, as_json=False))
+
+
+@app.command()
+def blame(
+    run: Annotated[Path, typer.Argument(help="The folder that Trainer(run=..) was given.")],
+    png: Annotated[Path | None, typer.Option("--png", help="Draw it into this file.")] = None,
+) -> None:
+    """Say which rank holds up the others of a run that hangs, or has hung, and who waits for whom.
+
+    Exit code 1 if there is such a rank.
+    """
+
+    def action() -> Callable[[], int]:
+        verdict, text = diagnose(run, png)
+
+        def show() -> int:
+            print(text)
+            return DIFFERENT if verdict.causes else 0
+
+        return show
+
+    raise typer.Exit(guarded(action, as_json=False))
 
 
 def _compiled(
@@ -375,41 +394,6 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
         write(path)
     except OSError as error:
         raise UserError(f"'{path}' cannot be written: {error}") from error
-
-
-def _guarded(action: Callable[[], Callable[[], int]], as_json: bool) -> int:
-    """Run `action`, then what it returns, which prints; the exit code.
-
-    What the user's code prints goes to stderr, so that stdout has the result alone.
-    """
-    try:
-        with _stdout_to_stderr():
-            show = action()
-    except UserError as error:
-        return _fail(str(error), UNUSABLE, as_json)
-    except MSCError as error:
-        return _fail(f"MSC failed, this is a bug in it or in a pass: {error}", BROKEN, as_json)
-    except Exception as error:
-        place = user_line(error)
-        text = f"MSC failed, this is a bug in it: {type(error).__name__}: {error}"
-        return _fail(f"{text}\n(while running {place})" if place else text, BROKEN, as_json)
-    return show()
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
-def _fail(message: str, code: int, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps({"error": message}))
-    else:
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
-        console.print("[bold red]error:[/bold red] ", end="")
-        console.print(message, markup=False)
-    return code
 
 
 def main(arguments: list[str] | None = None) -> Any:

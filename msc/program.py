@@ -302,6 +302,12 @@ class Program:
             return [n for _, n in read if n not in self._source and n not in known]
         return [n for kind, n in read if n not in known and self.stored(kind, n) is None]
 
+    def start_from(self, source: Mapping[str, Tensor]) -> None:
+        """Take the initial values from `source` instead."""
+        self._source = source
+        for derived in ("has_values", "values_digest"):
+            self.__dict__.pop(derived, None)
+
     def extra_state(self) -> dict[str, Tensor]:
         """What the plain module's `state_dict` holds besides the parameters that are trained."""
         if self._source is None:

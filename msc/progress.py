@@ -55,21 +55,26 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, loss=f"{loss:.4f}", speed=speed)
         elif self._log and ((step - self._first) % self._every == 0 or step == self._last):
-            self._show(f"step {step}/{self._last}  loss {loss:.4f}  {speed}")
+            show(self._log, f"step {step}/{self._last}  loss {loss:.4f}  {speed}")
 
     def skipped(self, step: int, norm: float, count: int) -> None:
         """Step `step` has changed no parameter: it is the `count`-th such step."""
-        line = f"step {step} skipped: the gradients' norm is {norm}; {count} skipped in all"
+        self.note(f"step {step} skipped: the gradients' norm is {norm}; {count} skipped in all")
+
+    def note(self, line: str) -> None:
+        """Show a line beside the progress."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
         else:
-            self._show(line)
+            show(self._log, line)
 
-    def _show(self, line: str) -> None:
-        if self._log is True:
-            print(line, file=sys.stderr, flush=True)
-        elif self._log:
-            self._log(line)
+
+def show(log: Log, line: str) -> None:
+    """A line to stderr, or to a function."""
+    if log is True:
+        print(line, file=sys.stderr, flush=True)
+    elif log:
+        log(line)
 
 
 def _bar(done: int, last: int) -> Progress:

@@ -14,9 +14,7 @@ from torch import Tensor
 from msc.ir.errors import UserError
 from msc.ir.layout import ParameterLayout
 from msc.ir.mesh import Mesh
-
-Run = tuple[int, int]
-"""First index and one past the last."""
+from msc.ir.pieces import Run, index_runs
 
 
 class SavedTensors(Mapping[str, Tensor]):
@@ -53,18 +51,23 @@ class SavedTensors(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
-    def shard(self, layout: ParameterLayout, mesh: Mesh, rank: int) -> Tensor:
-        """What `layout.local` gives of the whole parameter, of which only that part is read."""
-        if layout.name not in self._names:
-            raise KeyError(layout.name)
-        view = self._file.get_slice(layout.name)
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read."""
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def shard(
+        self, layout: ParameterLayout, mesh: Mesh, rank: int, stored: str | None = None
+    ) -> Tensor:
+        """What `layout.local` gives of the whole parameter, of which only that part is read.
+
+        stored: its name in the file, by default that of the layout.
+        """
+        name = stored or layout.name
+        if name not in self._names:
+            raise KeyError(name)
+        view = self._file.get_slice(name)
         part = layout.padded(read_runs(view, index_runs(layout, mesh, rank)), mesh, rank)
         return part.clone(memory_format=torch.contiguous_format)
-
-
-def index_runs(layout: ParameterLayout, mesh: Mesh, rank: int) -> list[list[Run]]:
-    """For each dim the indices of the whole parameter that `rank` holds, in its order."""
-    return [_runs(indices) for indices in layout.held_indices(mesh, rank)]
 
 
 def read_runs(view: Any, runs: Sequence[Sequence[Run]]) -> Tensor:
@@ -87,11 +90,3 @@ def _join(
         return boxes[prefix]
     parts = [_join(boxes, runs, (*prefix, index)) for index in range(len(runs[dim]))]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _runs(indices: Tensor) -> list[Run]:
-    if not len(indices):
-        return [(0, 0)]
-    breaks = (indices.diff() != 1).nonzero().flatten() + 1
-    pieces = torch.tensor_split(indices, breaks.tolist())
-    return [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces]

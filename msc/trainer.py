@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -12,17 +14,26 @@ import torch
 from torch import Tensor, fx
 
 from msc.batches import Batches, Data, samples_and_tokens
+from msc.checkpoint_options import Checkpoint
+from msc.checkpointing import History, RunCheckpoints
 from msc.gathering import gather_buffers, gather_whole
 from msc.ir.errors import CommunicationError, InputError, PlanError
 from msc.passes.forward_only import forward_only
 from msc.program import Program
-from msc.progress import Log, TrainingProgress
+from msc.progress import Log, TrainingProgress, show
 from msc.ranks import is_lost_peer, join
+from msc.run_folder import open_ring
+from msc.runtime.diagnosis.recording import RecordingRank
+from msc.runtime.diagnosis.ring import Ring
 from msc.runtime.process import Backend, ProcessExecutor
 
 
 class Trainer:
     """One rank of a training run: every process of the job makes one, with equal arguments.
+
+    With `checkpoint` the run is saved as it goes, and a Trainer that finds saved steps goes on from
+    the newest that is complete and intact: `fit` then ends at the same weights, bit for bit, as a
+    run that was never interrupted (same mesh and backend), or on any other mesh within rounding.
 
     Under torchrun it initializes torch.distributed if nobody has; a program for one rank runs in
     this process without a launcher. Making a Trainer and all of its methods except `close` are
@@ -44,6 +55,8 @@ class Trainer:
         log: Log = True,
         device: str | None = None,
         timeout_s: float = 600.0,
+        checkpoint: Checkpoint | None = None,
+        run: str | Path | None = None,
     ) -> None:
         """Join the job and make this rank's state.
 
@@ -55,45 +68,75 @@ class Trainer:
             log: what rank 0 shows (see `TrainingProgress`).
             device: "cpu" or "cuda"; None takes CUDA where there is one.
             timeout_s: how long a rank waits for another before it gives up.
+            checkpoint: where to save, and to resume from; `step` says where the run stands.
+            run: a folder in which ranks note what they communicate, for `msc blame`.
 
         Raises:
+            UserError: there are checkpoints, but none is intact, or they are of another model,
+                seed or data.
             PlanError: the number of processes is not the size of the mesh.
             CommunicationError: ranks have different programs, seeds or initial parameters.
         """
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise InputError(f"timeout_s is {timeout_s!r}; it is a positive number of seconds.")
         self.program = program
-        self.losses: list[float] = []
-        self.grad_norms: list[float] = []
-        self.learning_rates: list[float] = []
+        self._history = History()
         self._log = log
+        self._checkpoints: RunCheckpoints | None = None
+        self._ring: Ring | None = None
         self._evaluation: tuple[fx.GraphModule, ProcessExecutor] | None = None
         self._job = join(program.mesh, device, timedelta(seconds=timeout_s))
         try:
-            self._start(data, seed)
+            self._start(data, seed, checkpoint, run)
         except BaseException:
-            self.close()
+            self._leave(finish=False)
             raise
 
-    def _start(self, data: Data, seed: int) -> None:
+    def _start(
+        self, data: Data, seed: int, checkpoint: Checkpoint | None, run: str | Path | None
+    ) -> None:
         job, program = self._job, self.program
         job.agree(
             {
                 "program": program.fingerprint,
                 "seed": str(seed),
                 "set of initial parameters": program.values_digest,
+                "checkpoint": str(checkpoint),
             }
         )
         self._graph = program.rank_graph(job.rank)
         self._batches = Batches(program, job.rank, data, job.device)
-        self._executor = self._new_executor(self._graph)
+        if checkpoint is not None:
+            self._checkpoints = RunCheckpoints(checkpoint, program, job, seed, self._batches)
+        before_update = self._checkpoints.before_update if self._checkpoints is not None else None
+        rank_of = None
+        if run is not None:
+            self._ring = open_ring(Path(run), program, job.rank)
+            rank_of = functools.partial(RecordingRank, ring=self._ring)
+        self._executor = self._new_executor(self._graph, before_update, rank_of)
         self._state = program.initial_state(job.rank, seed)
         for values in (self._state.parameters, self._state.buffers):
             values.update({name: value.to(job.device) for name, value in values.items()})
+        if self._checkpoints is not None:
+            with self._in_step(0, "resuming from a checkpoint"):
+                self._history = self._checkpoints.resume(self._state) or self._history
+                self._checkpoints.start()
+            self._show_messages(lambda line: show(self._log, line))
 
-    def _new_executor(self, graph: fx.GraphModule) -> ProcessExecutor:
+    def _new_executor(
+        self,
+        graph: fx.GraphModule,
+        before_update: Callable[[], None] | None = None,
+        rank_of: Callable[..., RecordingRank] | None = None,
+    ) -> ProcessExecutor:
         backend = cast(Backend, self.program.backend)
-        return ProcessExecutor(self.program.mesh, graph, backend, self._job.timeout)
+        timeout = self._job.timeout
+        mesh = self.program.mesh
+        return ProcessExecutor(mesh, graph, backend, timeout, before_update, rank_of)
+
+    def _phase(self, name: str, step: int | None = None) -> None:
+        if self._ring is not None:
+            self._ring.phase(name, step)
 
     @property
     def rank(self) -> int:
@@ -109,6 +152,21 @@ class Trainer:
     def skipped_steps(self) -> int:
         """How many of them changed no parameter, since their gradients were not finite."""
         return int(self._state.skipped)
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step so far."""
+        return self._history.losses
+
+    @property
+    def grad_norms(self) -> list[float]:
+        """The norm of every step's gradients; see the class."""
+        return self._history.grad_norms
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """The rate of every step so far."""
+        return self._history.learning_rates
 
     # -- running
 
@@ -134,7 +192,9 @@ class Trainer:
         with TrainingProgress(log, self.step, steps, work, unit) as progress:
             while self.step < last:
                 with self._in_step(self.step + 1):
+                    self._phase("data", self.step + 1)
                     inputs = self._batches.need(self.step, last)
+                    self._phase("step")
                     outputs = self._executor.run(self._state.arguments(self._graph, inputs))
                     loss = float(outputs["loss"])
                 before = self.skipped_steps
@@ -147,6 +207,12 @@ class Trainer:
                 progress.step(self.step, loss)
                 if self.skipped_steps > before:
                     progress.skipped(self.step, self.grad_norms[-1], self.skipped_steps)
+                self._phase("idle")
+                if self._checkpoints is not None:
+                    self._phase("save")
+                    self._checkpoints.after_step(self._state, self._history)
+                    self._show_messages(progress.note)
+                    self._phase("idle")
 
     def evaluate(self, data: Data, steps: int | None = None) -> float:
         """The mean loss of the batches in `data`, at most `steps` of them.
@@ -184,6 +250,7 @@ class Trainer:
         try:
             yield
         except Exception as error:
+            self._phase("lost" if is_lost_peer(error) else "failed")
             self._job.report(step, error)
             if is_lost_peer(error):
                 raise self._job.explain(step, error) from error
@@ -225,10 +292,39 @@ class Trainer:
             result[state] = gather_whole(self.program, shards, self.rank, self._job.device, names)
         return result
 
+    def save(self) -> None:
+        """Save the state of this step now, and wait until it is durable; on rank 0, complete.
+
+        Collective. Raises `InputError` without a `checkpoint` to say where. A save that fails is
+        told on stderr, or to `log`.
+        """
+        self._check_open()
+        if self._checkpoints is None:
+            raise InputError("This Trainer was made without checkpoint=msc.Checkpoint(folder).")
+        self._checkpoints.save(self._state, self._history, wait=True)
+        self._checkpoints.flush()
+        self._show_messages(lambda line: show(self._log, line))
+
+    def _show_messages(self, tell: Callable[[str], None]) -> None:
+        assert self._checkpoints is not None
+        while not self._checkpoints.messages.empty():
+            tell(f"{self._job}: {self._checkpoints.messages.get()}")
+
     # -- leaving
 
     def close(self) -> None:
-        """Leave the job. The last Trainer of a process destroys the process group it has made."""
+        """Leave the job. The last Trainer of a process destroys the process group it has made.
+
+        Waits for the saves that are being written.
+        """
+        self._leave(finish=True)
+
+    def _leave(self, finish: bool) -> None:
+        if self._checkpoints is not None and self._job.open:
+            self._checkpoints.close(finish)
+            self._show_messages(lambda line: show(self._log, line))
+        if finish:
+            self._phase("ended")
         self._job.close()
 
     def __enter__(self) -> Trainer:
@@ -240,7 +336,7 @@ class Trainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._leave(finish=error is None)
 
     def _check_open(self) -> None:
         if not self._job.open:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from msc.codegen.devices import on_device
 from msc.codegen.emit import emit
 from msc.codegen.inductor import compile_graph
+from msc.ir import actions
 from msc.ir.communication import fused_nodes, used_channels, used_groups
 from msc.ir.errors import InputError
 from msc.ir.mesh import Mesh
@@ -24,12 +25,18 @@ from msc.runtime.transport import GlooTransport, NativeTransport, Pending
 
 Backend = Literal["aten", "inductor"]
 
+WRITING = (actions.lamb_sums.__name__, *(action.__name__ for action in actions.UPDATES))
+"""The actions that write into parameters or moments."""
+
 
 class ProcessExecutor:
     """Runs one rank's graph in this process.
 
     backend: "aten" calls the ops one by one; "inductor" compiles each graph that computes only.
     timeout: of the groups that are created; None takes the default of `torch.distributed`.
+    before_update: called before each action that writes into parameters or moments.
+    rank_of: makes the rank's side of the program from (mesh, rank, groups, before_update), in place
+        of `ProcessRank`: one that records what it does.
 
     Creating it is collective: every rank of `mesh` must do so.
     """
@@ -40,6 +47,8 @@ class ProcessExecutor:
         rank_graph: fx.GraphModule,
         backend: Backend = "aten",
         timeout: timedelta | None = None,
+        before_update: Callable[[], None] | None = None,
+        rank_of: Callable[..., ProcessRank] | None = None,
     ) -> None:
         rank = dist.get_rank()
         self.groups = ProcessGroups(
@@ -49,7 +58,8 @@ class ProcessExecutor:
         if self.groups.device.type != "cpu":
             rank_graph = on_device(rank_graph, self.groups.device)
         self.emitted = emit(rank_graph, "process", compile_graph if backend == "inductor" else None)
-        self._rt = ProcessRank(mesh, rank, self.groups, self.memories)
+        kind = rank_of or ProcessRank
+        self._rt = kind(mesh, rank, self.groups, self.memories, before_update)
         self._program = self.emitted.program
         self._names = [node.name for node in rank_graph.graph.find_nodes(op="placeholder")]
 
@@ -79,8 +89,12 @@ class ProcessRank(LocalActions):
         rank: int,
         groups: ProcessGroups,
         memories: Mapping[str, SharedMemory],
+        before_update: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(mesh, rank)
+        if before_update is not None:
+            for name in WRITING:
+                setattr(self, name, _behind(before_update, getattr(self, name)))
         self._groups = groups
         self._memories = memories
         self._transport = GlooTransport() if groups.backend == "gloo" else NativeTransport()
@@ -122,7 +136,7 @@ class ProcessRank(LocalActions):
             return fused.all_gather_matmul(memory, site, x, *rest)
 
         def gather(value: Tensor) -> Tensor:
-            result: Tensor = self.all_gather(value, size, group, site).wait()
+            result: Tensor = ProcessRank.all_gather(self, value, size, group, site).wait()
             return result
 
         return fused.gather_then_multiply(gather, size, x, *rest)
@@ -135,7 +149,8 @@ class ProcessRank(LocalActions):
             return fused.matmul_reduce_scatter(memory, site, x, *rest)
 
         def reduce_scatter(value: Tensor) -> Tensor:
-            result: Tensor = self.reduce_scatter(value, "sum", size, group, site).wait()
+            pending = ProcessRank.reduce_scatter(self, value, "sum", size, group, site)
+            result: Tensor = pending.wait()
             return result
 
         return fused.multiply_then_reduce(reduce_scatter, size, x, *rest)
@@ -187,3 +202,11 @@ def _memories(
 def _alone(value: Tensor) -> Pending:
     """A collective of one member; a copy, as a collective's result never shares its input."""
     return Pending((), value.clone(memory_format=torch.contiguous_format))
+
+
+def _behind(first: Callable[[], None], action: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return action(*args, **kwargs)
+
+    return run

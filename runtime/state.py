@@ -37,9 +37,7 @@ class RankState:
             if kind == "parameter":
                 values.append(self.parameters[name])
             elif kind == "optimizer":
-                if name not in self.moments:
-                    self.moments[name] = torch.zeros_like(self.parameters[name.partition(".")[2]])
-                values.append(self.moments[name])
+                values.append(self.moment(name))
             elif kind == "buffer":
                 values.append(self.buffers[name])
             elif kind == "input":
@@ -53,6 +51,12 @@ class RankState:
             else:
                 raise KeyError(f"placeholder %{node.name} of kind '{kind}' has no source")
         return values
+
+    def moment(self, name: str) -> Tensor:
+        """A moment by its name; zeros if no step has changed it yet."""
+        if name not in self.moments:
+            self.moments[name] = torch.zeros_like(self.parameters[name.partition(".")[2]])
+        return self.moments[name]
 
     def advance(self, graph: fx.GraphModule, outputs: Mapping[str, Any]) -> None:
         """Take over what a step of the rank graph returned."""

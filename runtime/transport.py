@@ -49,9 +49,12 @@ _reduce_scatter: Callable[..., Any] = getattr(
 
 
 class Pending:
-    """A communication in flight: its result and all buffers stay alive until it is waited for."""
+    """A communication in flight: its result and all buffers stay alive until it is waited for.
 
-    __slots__ = ("_finish", "_kept", "_result", "_works")
+    token: what a recorder of communications calls it, if there is one.
+    """
+
+    __slots__ = ("_finish", "_kept", "_result", "_works", "token")
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class Pending:
         self._result = result
         self._kept = kept
         self._finish = finish
+        self.token: int | None = None
 
     def wait(self) -> Any:
         """Complete it and return the result. May be called once."""

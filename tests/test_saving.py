@@ -16,9 +16,10 @@ from torch import Tensor, nn
 import msc
 from msc.ir.layout import ParameterLayout
 from msc.ir.mesh import Mesh
+from msc.ir.pieces import index_runs
 from msc.ir.placement import Shard
 from msc.program import Program
-from msc.saved_tensors import SavedTensors, index_runs, read_runs
+from msc.saved_tensors import SavedTensors, read_runs
 from msc.saving import describe
 from tests import models
 

@@ -137,6 +137,12 @@ def add_each_(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> No
     torch._foreach_add_(list(left), list(right))
 
 
+def copy_each_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy `sources[i]` into `targets[i]`, in one call that holds no Python lock."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
 def version(tensor: torch.Tensor) -> int:
     """A number that every in-place write to the tensor's memory raises."""
     return int(tensor._version)
@@ -325,3 +331,10 @@ def observe_autograd_functions(observer: Callable[[type[Any]], None]) -> Iterato
 def default_store() -> Store:
     """The key-value store of the default process group, which no public function gives back."""
     return _get_default_store()
+
+
+def dcp_storage_info(file: str, start: int, length: int) -> Any:
+    """Where torch.distributed.checkpoint finds an item in a file. No public class says it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, start, length)

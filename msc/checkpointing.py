@@ -1,0 +1,375 @@
+"""How a `Trainer` saves and resumes: this rank's side of `msc.Checkpoint`."""
+
+from __future__ import annotations
+
+import base64
+import json
+import queue
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from msc.batches import Batches
+from msc.checkpoint_options import Checkpoint
+from msc.ir.errors import UserError
+from msc.ir.mesh import Mesh
+from msc.program import Program
+from msc.ranks import Job
+from msc.runtime.checkpoint import catalog
+from msc.runtime.checkpoint.arena import Arena
+from msc.runtime.checkpoint.dcp import METADATA, dcp_metadata
+from msc.runtime.checkpoint.image import Image
+from msc.runtime.checkpoint.loading import Broadcast, Loader, LoadReport
+from msc.runtime.checkpoint.manifest import (
+    Commit,
+    DamagedError,
+    commit_from_bytes,
+    commit_to_bytes,
+    part_from_bytes,
+    part_name,
+    tensor_to_data,
+)
+from msc.runtime.checkpoint.reading import ReadPlan
+from msc.runtime.checkpoint.snapshot import Snapshots
+from msc.runtime.checkpoint.states import StateTensor, StateTensors, written_by
+from msc.runtime.checkpoint.storage import Storage, open_storage
+from msc.runtime.checkpoint.writer_process import WriterProcess
+from msc.runtime.state import RankState
+
+HISTORY = "history.json"
+PLAN = "plan.json"
+_GRACE_S = 1.0  # for a process that has nothing to write to end, after an error
+
+
+def state_tensors(program: Program) -> StateTensors:
+    """What a run of `program` keeps from step to step, and how its mesh holds it."""
+    found = []
+    for name, layout in program.parameters.items():
+        if layout.stages:
+            dtype = program.dtype_of(layout)
+            found.append(
+                StateTensor(f"model.{name}", "parameter", name, dtype, layout.shape, layout)
+            )
+    for state, names in program.optimizer_states().items():
+        for name in names:
+            layout = program.parameters[name]
+            held = f"{state}.{name}"
+            dtype = program.dtype_of(layout)
+            if layout.stages:
+                found.append(
+                    StateTensor(f"optimizer.{held}", "optimizer", held, dtype, layout.shape, layout)
+                )
+    for name, buffer in program.buffers.items():
+        if buffer.stage is not None:
+            writer = buffer.writer(program.mesh)
+            found.append(
+                StateTensor(
+                    f"buffer.{name}", "buffer", name, buffer.dtype, buffer.shape, None, writer
+                )
+            )
+    return StateTensors(program.mesh, tuple(found))
+
+
+@dataclass
+class History:
+    """What a run tells of its steps so far; `msc.Trainer` says what each list is."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """As text; numbers come back bit for bit."""
+        return json.dumps(self.__dict__)
+
+
+class RunCheckpoints:
+    """Saves one rank's state, with all other ranks, and restores it.
+
+    messages: lines for the user, from all threads; report: of the load, after `resume`.
+    """
+
+    def __init__(
+        self, options: Checkpoint, program: Program, job: Job, seed: int, batches: Batches
+    ) -> None:
+        batches.position()  # refused now rather than at the first save
+        self.messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.report = LoadReport()
+        self._options = options
+        self._program = program
+        self._job = job
+        self._seed = seed
+        self._batches = batches
+        self._storage = open_storage(options.url)
+        self._states = state_tensors(program)
+        self._image = Image(written_by(self._states.tensors, program.mesh, job.rank))
+        self._arena = Arena(self._image.size, job.device)
+        for slot in self._arena.slots:
+            self._image.frames_into(slot)
+        self._snapshots = Snapshots(job.device)
+        self._writer: WriterProcess | None = None
+        self._verified: list[str] = []
+        self._saved = -1
+        self._last_save = time.monotonic()
+        self._asked = -1
+
+    # -- resuming
+
+    def resume(self, state: RankState) -> History | None:
+        """Restore the newest complete checkpoint that is intact; None if there is none at all.
+
+        Collective. Raises `UserError` if none of the complete ones is intact, or the newest is of
+        another model, seed or data.
+        """
+        chooser = _Chooser(self._storage, self._tell) if self._job.rank == 0 else None
+        while True:
+            offer = json.loads(self._share(chooser.offer() if chooser is not None else b"", 0))
+            if "error" in offer:
+                raise UserError(offer["error"])
+            if not offer:
+                return None
+            history = self._load(offer, state)
+            if history is not None:
+                return history
+            if chooser is not None:
+                chooser.refuse(self.report.damage)
+
+    def _load(self, offer: Mapping[str, Any], state: RankState) -> History | None:
+        commit = commit_from_bytes(offer["commit"].encode())
+        parts = [
+            part_from_bytes(text.encode(), part_name(rank))
+            for rank, text in enumerate(offer["parts"])
+        ]
+        self._check_seed(commit)
+        plan = ReadPlan(parts, self._states)
+        folder, job = offer["folder"], self._job
+        target: dict[str, Tensor] = {}
+        held: list[StateTensor] = []
+        for tensor in self._states.tensors:
+            part = tensor.of(state)
+            if part is not None:
+                held.append(tensor)
+                target[tensor.name] = torch.zeros(part.shape, dtype=part.dtype)
+        broadcast = Broadcast(job.device, job.timeout)
+        try:
+            self.report = Loader(self._storage, folder, plan, job.rank, broadcast).load(target)
+        finally:
+            broadcast.close()
+        self.report.damage = self._agree_on(self.report.damage)
+        if self.report.damage:
+            return None
+        for tensor in held:
+            tensor.put(state, target[tensor.name].to(job.device))
+        state.step = commit.step
+        state.skipped = torch.tensor(commit.state["skipped"], dtype=torch.int64)
+        self._batches.seek(commit.step, commit.state["data"])
+        self._verified = [folder]
+        self._saved = commit.step
+        mesh = Mesh(tuple((name, size) for name, size in commit.state["mesh"]))
+        moved = (
+            "" if mesh == self._program.mesh else f", saved on mesh {str(mesh) or 'of one rank'}"
+        )
+        self._tell(f"resumed from step {commit.step}, {self._storage}/{folder}{moved}")
+        return History(**json.loads(offer["history"]))
+
+    def _check_seed(self, commit: Commit) -> None:
+        if commit.state["seed"] != self._seed:
+            raise UserError(
+                f"The seed is {self._seed}, and {self._storage} has a run with seed "
+                f"{commit.state['seed']}. Pass seed={commit.state['seed']} to go on with it, or "
+                "save into another folder."
+            )
+
+    def _share(self, data: bytes, source: int) -> bytes:
+        """`data` of rank `source`, on every rank."""
+        device = self._job.device
+        length = torch.tensor(len(data), device=device)
+        dist.broadcast(length, source)
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+        if self._job.rank != source:
+            raw = torch.empty(int(length), dtype=torch.uint8)
+        moved = raw.to(device, torch.uint8)
+        dist.broadcast(moved, source)
+        return moved.cpu().numpy().tobytes()
+
+    def _agree_on(self, damage: str) -> str:
+        """What one of the ranks has found, on every rank; "" if none has found anything."""
+        finder = torch.tensor(self._job.rank + 1 if damage else 0, device=self._job.device)
+        dist.all_reduce(finder, dist.ReduceOp.MAX)
+        if not finder:
+            return ""
+        source = int(finder) - 1
+        return self._share(damage.encode(), source).decode()
+
+    # -- saving
+
+    def start(self) -> None:
+        """Start the writing process; collective. Raises `CommunicationError` if it cannot start."""
+        job = self._job
+        if job.rank == 0:
+            job.store.set("checkpoint", uuid.uuid4().hex[:8])
+            job.store.set("save after", "-1")
+        job.store.wait(["checkpoint"], job.timeout)
+        files = {}
+        if job.rank == 0:
+            files[PLAN] = json.dumps(self._program.plan.to_json()).encode()
+            files[METADATA] = dcp_metadata(
+                [
+                    Image(written_by(self._states.tensors, self._program.mesh, rank)).stored()
+                    for rank in range(self._program.mesh.size)
+                ]
+            )
+        plan = {
+            "url": self._storage.url,
+            "rank": job.rank,
+            "world": self._program.mesh.size,
+            "attempt": bytes(job.store.get("checkpoint")).decode(),
+            "tensors": tensor_to_data(self._image.stored()),
+            "files": {name: base64.b64encode(data).decode() for name, data in files.items()},
+            "keep": self._options.keep,
+            "verified": self._verified,
+        }
+        self._writer = WriterProcess(self._arena, plan, job.rank == 0, self._tell)
+
+    @property
+    def writer(self) -> WriterProcess:
+        """The process that writes."""
+        assert self._writer is not None
+        return self._writer
+
+    def before_update(self) -> None:
+        """Parameters and moments are about to be written: the copy of them must be done."""
+        self._snapshots.settle()
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the last save has stopped the training loop."""
+        return self._snapshots.stalled_s
+
+    def after_step(self, state: RankState, history: History) -> None:
+        """Save if it is time to; on every rank alike."""
+        if self._is_due(state.step):
+            self.save(state, history, wait=self._options.when_busy == "wait")
+
+    def _is_due(self, step: int) -> bool:
+        every = self._options.every
+        if isinstance(every, int):
+            return step % every == 0
+        # Rank 0 asks for a save one step ahead. The loss of a step comes from all ranks, so no rank
+        # ends that step before rank 0 has begun it, and the request is there by then.
+        due = int(self._job.store.get("save after")) == step
+        if self._job.rank == 0 and self._asked <= step:
+            if time.monotonic() - self._last_save >= every.total_seconds():
+                self._last_save = time.monotonic()
+                self._asked = step + 1
+                self._job.store.set("save after", str(step + 1))
+        return due
+
+    def save(self, state: RankState, history: History, wait: bool) -> None:
+        """Copy the state while the next step begins, and have the copy written."""
+        step = state.step
+        if step == self._saved:
+            return
+        self._snapshots.finish()
+        slot = self.writer.take_slot(wait)
+        if slot is None:
+            why = "it cannot be started" if self.writer.broken else "both copies are being written"
+            self._tell(f"checkpoint of step {step} is skipped: {why}")
+            return
+        self._saved = step
+        request: dict[str, Any] = {"state": {}, "files": {}}
+        if self._job.rank == 0:
+            request = {"state": self._facts(state), "files": {HISTORY: history.to_json()}}
+        values = []
+        for place in self._image.places:
+            part = place.tensor.of(state)
+            assert part is not None, place.tensor.name
+            values.append(place.piece.of(part.contiguous()))  # a buffer may be a view
+        slots = self._image.elements(self._arena.slots[slot])
+        self._snapshots.begin(values, slots, lambda: self.writer.save(step, slot, request))
+
+    def _facts(self, state: RankState) -> dict[str, Any]:
+        program = self._program
+        return {
+            "seed": self._seed,
+            "skipped": int(state.skipped),
+            "data": self._batches.position(),
+            "mesh": [list(axis) for axis in program.mesh],
+            "micro_batches": program.micro_batches,
+            "program": program.fingerprint,
+            "aliases": {n: list(p.aliases) for n, p in program.parameters.items() if p.aliases},
+        }
+
+    def flush(self) -> None:
+        """Wait until all saves of this rank are durable, and on rank 0 complete."""
+        self._snapshots.finish()
+        self.writer.flush()
+
+    def close(self, finish: bool) -> None:
+        """End the writing process, which finishes what it has; wait for that if `finish`."""
+        self._snapshots.close()
+        if self._writer is not None:
+            self._writer.close(self._job.timeout.total_seconds() if finish else _GRACE_S)
+
+    def _tell(self, text: str) -> None:
+        self.messages.put(text)
+
+
+class _Chooser:
+    """Rank 0: offers the complete checkpoints, newest first, until one is taken."""
+
+    def __init__(self, storage: Storage, tell: Any) -> None:
+        self._storage = storage
+        self._tell = tell
+        self._refused: list[str] = []
+        self._offers = self._found()
+        self._now = ""
+
+    def offer(self) -> bytes:
+        """The next one's records; `{}` if there is none, an "error" if all were refused."""
+        try:
+            return json.dumps(next(self._offers, {})).encode()
+        except OSError as error:
+            return json.dumps({"error": f"{self._storage} cannot be read: {error}"}).encode()
+
+    def refuse(self, why: str) -> None:
+        """The checkpoint offered last is damaged."""
+        self._refused.append(f"  {self._now}: {why}")
+        self._tell(f"checkpoint {self._now} is damaged and not used: {why}")
+
+    def _found(self) -> Iterator[dict[str, Any]]:
+        for found in catalog.checkpoints(self._storage):
+            self._now = found.folder
+            if not found.complete:
+                self._tell(f"checkpoint {found.folder} is incomplete and not used")
+                continue
+            history = "{}"
+            try:
+                commit = catalog.read_commit(self._storage, found.folder)
+                for name, expected in commit.files.items():
+                    raw = catalog.read_file(self._storage, found.folder, name, expected)
+                    if name == HISTORY:
+                        history = raw.decode()
+                parts = list(catalog.raw_parts(self._storage, found.folder, commit))
+            except DamagedError as error:
+                self.refuse(str(error))
+                continue
+            yield {
+                "folder": found.folder,
+                "commit": commit_to_bytes(commit).decode(),
+                "parts": [part.decode() for part in parts],
+                "history": history,
+            }
+        if self._refused:
+            yield {
+                "error": f"No checkpoint in {self._storage} is intact:\n"
+                + "\n".join(self._refused)
+                + "\nTraining does not start over by itself. Bring one of them back from a copy, "
+                "or save into another folder."
+            }

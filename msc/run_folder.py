@@ -1,0 +1,62 @@
+"""The folder of a run: what its ranks tell of themselves, for `msc blame`.
+
+run.json                  the mesh
+rank-00003.schedule.json  what rank 3 communicates in a step
+rank-00003.ring           what it has communicated last
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from msc.ir.dump import make_folder
+from msc.ir.errors import UserError
+from msc.ir.mesh import Mesh
+from msc.program import Program
+from msc.runtime.diagnosis.blame import Verdict, blame, describe
+from msc.runtime.diagnosis.grid import draw, grid_text
+from msc.runtime.diagnosis.ring import CAPACITY, RankView, Ring, read_ring
+from msc.runtime.diagnosis.schedule import Act, from_text, schedule_of, to_text
+
+_RUN = "run.json"
+
+
+def open_ring(folder: Path, program: Program, rank: int) -> Ring:
+    """Make a rank's ring and schedule in the run's folder, which all ranks see."""
+    make_folder(folder)
+    schedule = schedule_of(program.rank_graph(rank), program.mesh, rank)
+    if rank == 0:
+        text = json.dumps({"mesh": [list(axis) for axis in program.mesh]})
+        (folder / _RUN).write_text(text + "\n")
+    (folder / f"rank-{rank:05d}.schedule.json").write_text(to_text(schedule))
+    channels = sorted({act.channel for act in schedule})
+    capacity = max(CAPACITY, 2 * len(schedule))
+    return Ring(folder / f"rank-{rank:05d}.ring", rank, channels, capacity)
+
+
+def diagnose(folder: Path, picture: Path | None = None) -> tuple[Verdict, str]:
+    """The verdict on a run, and the same in words; `picture` is a PNG to draw it into.
+
+    Raises `UserError` for a folder of no run.
+    """
+    try:
+        axes = json.loads((folder / _RUN).read_text())["mesh"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{folder} is no folder of a run ({error}). Give the one that Trainer(run=..) has."
+        ) from error
+    mesh = Mesh(tuple((name, size) for name, size in axes))
+    views: dict[int, RankView] = {}
+    schedules: dict[int, list[Act]] = {}
+    for rank in range(mesh.size):
+        ring = folder / f"rank-{rank:05d}.ring"
+        schedule = folder / f"rank-{rank:05d}.schedule.json"
+        if ring.exists():
+            views[rank] = read_ring(ring)
+        if schedule.exists():
+            schedules[rank] = from_text(schedule.read_text())
+    verdict = blame(views, schedules, mesh.size)
+    if picture is not None:
+        draw(verdict, views, mesh, picture)
+    return verdict, f"{describe(verdict, views, schedules, mesh)}\n\n{grid_text(verdict, mesh)}"

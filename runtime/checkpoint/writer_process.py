@@ -1,0 +1,208 @@
+"""The trainer's side of the writing process: starts it, asks it, hears it, restarts it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from msc.ir.errors import CommunicationError
+from msc.runtime.checkpoint.arena import SLOTS, Arena
+
+Log = Callable[[str], None]
+_MODULE = "msc.runtime.checkpoint.writer"
+_LIVES = 3  # processes in a row that may die at one save before it is given up
+
+
+@dataclass
+class _Save:
+    """A step that was handed over: its slot is None once it is written."""
+
+    step: int
+    slot: int | None
+    request: Mapping[str, Any]
+    deaths: int = 0
+
+
+class WriterProcess:
+    """Writes saves in the order in which they are handed over.
+
+    plan: what the process needs to know (see `writer.serve`); commits: whether this rank's process
+    commits steps, so that a save is over only then. Thread-safe.
+
+    written, committed: the newest step whose part is durable, and that is complete; of ranks that
+    do not commit, the second stays None.
+    """
+
+    def __init__(self, arena: Arena, plan: Mapping[str, Any], commits: bool, log: Log) -> None:
+        self.committed: int | None = None
+        self.written: int | None = None
+        self.restarts = 0
+        self._arena = arena
+        self._plan = json.dumps(
+            {**plan, "slots": SLOTS, "stride": arena.stride, "size": arena.size}
+        )
+        self._commits = commits
+        self._log = log
+        self._saves: list[_Save] = []
+        self._reserved: set[int] = set()
+        self._change = threading.Condition(threading.RLock())
+        self._closing = False
+        self._ready = False
+        self._stillborn = 0  # processes in a row that died before they were ready
+        with self._change:
+            self._start()
+            self._change.wait_for(lambda: self._ready or self.broken)
+        if self.broken:
+            raise CommunicationError(
+                "The process that writes checkpoints cannot start; what it printed stands above. "
+                f"It is started as: {sys.executable} -m {_MODULE}"
+            )
+
+    @property
+    def broken(self) -> bool:
+        """Whether no process can be started any more: nothing is saved."""
+        return self._stillborn >= _LIVES
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        return self._process.pid
+
+    def take_slot(self, wait: bool) -> int | None:
+        """A slot that nothing is written from; None if there is none and `wait` is false."""
+        with self._change:
+            while not self.broken:
+                busy = {each.slot for each in self._saves} | self._reserved
+                free = [slot for slot in range(SLOTS) if slot not in busy]
+                if free:
+                    self._reserved.add(free[0])
+                    return free[0]
+                if not wait:
+                    return None
+                self._change.wait()
+            return None
+
+    def save(self, step: int, slot: int, request: Mapping[str, Any]) -> None:
+        """Write `slot` as the part of `step`; `request` has what is committed with it."""
+        with self._change:
+            self._reserved.discard(slot)
+            self._saves.append(_Save(step, slot, request))
+            self._ask(self._saves[-1])
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all saves are over; whether they are."""
+        with self._change:
+            return self._change.wait_for(lambda: not self._saves, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Finish all saves and end the process; after `timeout_s` it goes on alone."""
+        self.flush(timeout_s)
+        with self._change:
+            self._closing = True
+            _close_stdin(self._process)
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._log("the process that writes checkpoints is still writing; it ends by itself")
+            return
+        self._reader.join()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", _MODULE, str(self._arena.handle)]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[self._arena.handle],
+        )
+        self._reader = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
+        self._reader.start()
+        self._send(self._plan)
+        for save in self._saves:
+            self._ask(save)
+
+    def _ask(self, save: _Save) -> None:
+        self._send(json.dumps({"step": save.step, "slot": save.slot, **save.request}))
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        # Of a process that has died: `_listen` starts another, which is asked again.
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            report = json.loads(line)
+            with self._change:
+                self._hear(report)
+                self._change.notify_all()
+        process.stdout.close()
+        code = process.wait()
+        with self._change:
+            _close_stdin(process)
+            if not self._closing:
+                self._died(code)
+            self._change.notify_all()
+
+    def _hear(self, report: Mapping[str, Any]) -> None:
+        event, step = report["event"], report.get("step")
+        save = next((each for each in self._saves if each.step == step), None)
+        if event == "ready":
+            self._ready = True
+            self._stillborn = 0
+        elif event == "written":
+            self.written = step
+        elif event == "committed":
+            self.committed = step
+            self._log(f"checkpoint of step {step} is complete")
+        elif event == "failed":
+            self._log(
+                f"checkpoint of step {step} was not saved: {report['error']}; training goes on"
+            )
+        elif event == "abandoned":
+            self._log(f"checkpoint of step {step} stays incomplete: {report['error']}")
+        elif event == "warning":
+            self._log(f"checkpoints: {report['error']}")
+        if save is None:
+            return
+        if event == "written" and self._commits:
+            save.slot = None
+        elif event in ("written", "committed", "failed", "abandoned"):
+            self._saves.remove(save)
+
+    def _died(self, code: int) -> None:
+        self.restarts += 1
+        self._stillborn += not self._ready
+        self._ready = False
+        if self._saves:
+            self._saves[0].deaths += 1
+            if self._saves[0].deaths >= _LIVES or self.broken:
+                lost = self._saves.pop(0)
+                self._log(
+                    f"checkpoint of step {lost.step} was not saved: {lost.deaths} writing "
+                    f"processes have died at it, the last with exit code {code}; training goes on"
+                )
+        if self.broken:
+            self._saves.clear()
+            self._log(
+                f"the process that writes checkpoints dies at its start (exit code {code}): "
+                "NOTHING IS SAVED from here on; training goes on"
+            )
+            return
+        self._log(f"the process that writes checkpoints died (exit code {code}); started again")
+        self._start()
+
+
+def _close_stdin(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # what it holds is for a process that has died
+        process.stdin.close()

@@ -1,0 +1,196 @@
+"""A ring of a rank's last communications in a mapped file, which outlives the process.
+
+    64 bytes   sizes, the step, the phase, and how many records there were when the step began
+    JSON       the rank, its process, the names of its channels
+    counts     how many communications each channel had when the step began
+    records    (number, sequence, channel, kind, bytes, enter, leave), the oldest overwritten
+
+A record takes under a microsecond, since it is all that is written: what a step has had is counted
+when the ring is read. So the ring must hold the records of a whole step. `leave` is 0 while the
+rank waits; of starts it is `enter`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msc.runtime.diagnosis.schedule import WAIT
+
+KINDS = (WAIT, "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv")
+PHASES = ("idle", "data", "step", "save", "failed", "lost", "ended")
+CAPACITY = 4096
+_HEAD = struct.Struct("<8sIIQIIQQ")  # magic, JSON's size, channels, step, phase, -, since, first
+_RECORD = struct.Struct("<QQIIQQQ")
+_COUNT = struct.Struct("<Q")
+_MAGIC = b"MSCRING1"
+_CODES = {kind: code for code, kind in enumerate(KINDS)}
+
+
+class Ring:
+    """Written by its rank alone.
+
+    channels: all that its program uses; others are not recorded.
+    """
+
+    def __init__(
+        self, file: Path, rank: int, channels: Sequence[str], capacity: int = CAPACITY
+    ) -> None:
+        self._numbers = {channel: number for number, channel in enumerate(channels)}
+        facts = {
+            "rank": rank,
+            "pid": os.getpid(),
+            "born": process_start(os.getpid()),
+            "host": os.uname().nodename,
+            "channels": list(channels),
+            "capacity": capacity,
+        }
+        text = json.dumps(facts).encode()
+        self._counts = _HEAD.size + len(text)
+        self._records = self._counts + len(channels) * _COUNT.size
+        size = self._records + capacity * _RECORD.size
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            os.ftruncate(handle, size)
+            self._map = mmap.mmap(handle, size)
+        finally:
+            os.close(handle)
+        self._started = [0] * len(channels)
+        self._capacity = capacity
+        self._count = 0
+        self._map[_HEAD.size : self._counts] = text
+        self._sizes = (_MAGIC, len(text), len(channels))
+        self._step = self._first = 0
+        self.phase("idle")
+
+    def phase(self, name: str, step: int | None = None) -> None:
+        """What the rank does now; with a step's number where one begins."""
+        if step is not None:
+            self._step, self._first = step, self._count
+            counts = struct.pack(f"<{len(self._started)}Q", *self._started)
+            self._map[self._counts : self._records] = counts
+        number = PHASES.index(name)
+        now = time.time_ns()
+        _HEAD.pack_into(self._map, 0, *self._sizes, self._step, number, 0, now, self._first)
+
+    def start(self, kind: str, channel: str, nbytes: int) -> int:
+        """A communication is started; a token for `enter`."""
+        code = self._numbers[channel]
+        sequence = self._started[code]
+        self._started[code] = sequence + 1
+        number = self._count
+        self._count = number + 1
+        place = self._records + number % self._capacity * 48
+        now = _now()
+        _pack(self._map, place, number + 1, sequence, code, _CODES[kind], nbytes, now, now)
+        return sequence << 20 | code
+
+    def enter(self, token: int) -> int:
+        """A wait for what was started begins; a token for `leave`."""
+        number = self._count
+        self._count = number + 1
+        place = self._records + number % self._capacity * 48
+        _pack(self._map, place, number + 1, token >> 20, token & 0xFFFFF, 0, 0, _now(), 0)
+        return place
+
+    def leave(self, place: int) -> None:
+        """The wait is over."""
+        _pack_count(self._map, place + 40, _now())
+
+
+_now = time.time_ns
+_pack = _RECORD.pack_into
+_pack_count = _COUNT.pack_into
+
+
+@dataclass(frozen=True)
+class Record:
+    """A communication that was started, or waited for.
+
+    sequence: how many were started on the channel before; of a wait, before the one waited for.
+    """
+
+    kind: str
+    channel: str
+    sequence: int
+    nbytes: int
+    enter_ns: int
+    leave_ns: int
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What one rank's ring says.
+
+    alive: "running", "stopped", "dead", or "unknown" for a process of another machine. in_step: how
+    many records the step has so far; started: per channel, all of the run; records: the last ones.
+    """
+
+    rank: int
+    alive: str
+    phase: str
+    step: int
+    in_step: int
+    since_ns: int
+    started: dict[str, int]
+    records: tuple[Record, ...]
+
+    @property
+    def open_wait(self) -> Record | None:
+        """What the rank waits for."""
+        last = self.records[-1] if self.records else None
+        return last if last is not None and last.kind == WAIT and not last.leave_ns else None
+
+
+def read_ring(file: Path) -> RankView:
+    """Read the ring of a rank that may be writing it, or be dead; `ValueError` for another file."""
+    raw = file.read_bytes()
+    if len(raw) < _HEAD.size or raw[:8] != _MAGIC:
+        raise ValueError(f"{file} is no ring of a rank")
+    _, size, channels, step, phase, _, since, first = _HEAD.unpack_from(raw)
+    facts: dict[str, Any] = json.loads(raw[_HEAD.size : _HEAD.size + size])
+    names = facts["channels"]
+    counts = _HEAD.size + size
+    started = dict(zip(names, struct.unpack_from(f"<{channels}Q", raw, counts), strict=True))
+    found = sorted(
+        _RECORD.unpack_from(raw, counts + 8 * channels + _RECORD.size * index)
+        for index in range(facts["capacity"])
+    )
+    records = []
+    for number, sequence, code, kind, nbytes, enter, leave in found:
+        if number:  # 0 is a record that was never written
+            records.append(Record(KINDS[kind], names[code], sequence, nbytes, enter, leave))
+            if kind:
+                started[names[code]] = max(started[names[code]], sequence + 1)
+    in_step = (found[-1][0] if found else 0) - first
+    alive = _alive(facts)
+    return RankView(
+        facts["rank"], alive, PHASES[phase], step, in_step, since, started, tuple(records)
+    )
+
+
+def _alive(facts: dict[str, Any]) -> str:
+    if facts["host"] != os.uname().nodename:
+        return "unknown"
+    try:
+        fields = Path(f"/proc/{facts['pid']}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "dead"
+    if int(fields[19]) != facts["born"] or fields[0] in "ZX":
+        return "dead"
+    return "stopped" if fields[0] in "Tt" else "running"
+
+
+def process_start(pid: int) -> int:
+    """When a process began, in ticks since the machine did; 0 where that is not known."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0

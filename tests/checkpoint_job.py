@@ -1,0 +1,92 @@
+"""What the tests of checkpoints run in every rank; started by itself through `msc.launch`.
+
+    python checkpoint_job.py FOLDER NPROC CASE..
+
+A case is `NAME:STEPS:MESH`: train the program in FOLDER/MESH to STEPS steps, with checkpoints in
+FOLDER/NAME, or without any where NAME is "plain". Rank 0's findings go to FOLDER/NAME.MESH.pt.
+`NAME:STEPS:MESH:kill=N` kills rank N, or all ranks ("all"), when step STEPS has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import msc
+from msc.launch import launch, under_torchrun
+
+EVERY = 2
+VOCABULARY, SAMPLES, LENGTH = 96, 8, 16
+
+
+def tokens(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(1, VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+class Rows:
+    """Batches by their step; `version` is its state."""
+
+    def __init__(self, version: int = 1) -> None:
+        self.version = version
+
+    def rows(self, step: int, indices: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor[list(indices)] for tensor in tokens(step))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+
+def train(folder: Path, case: str) -> None:
+    name, steps, mesh, *rest = case.split(":")
+    rank = int(os.environ["RANK"])
+    program = msc.load(folder / mesh, rank)
+    options = None
+    if name != "plain":
+        options = msc.Checkpoint(folder / name, every=EVERY, keep=2, when_busy="wait")
+    lines: list[str] = []
+    run = folder / f"{name}.{mesh}.run"
+    with msc.Trainer(program, Rows(), log=lines.append, checkpoint=options, run=run) as trainer:
+        first = trainer.step
+        trainer.fit(int(steps) - first)
+        if rest:
+            who = rest[0].removeprefix("kill=")
+            if who in ("all", str(rank)):
+                os.kill(os.getpid(), signal.SIGKILL)
+            trainer.fit(2)
+        read = torch.zeros(2, dtype=torch.int64)
+        if trainer._checkpoints is not None:
+            report = trainer._checkpoints.report
+            read = torch.tensor([report.bytes_read, report.bytes_received])
+        torch.distributed.all_reduce(read)
+        found = {
+            "first": first,
+            "losses": trainer.losses,
+            "params": trainer.state_dict(),
+            "optimizer": trainer.optimizer_state_dict(),
+            "lines": lines,
+            "read": read.tolist(),
+        }
+    if rank == 0:
+        torch.save(found, folder / f"{name}.{mesh}.pt")
+
+
+def main() -> int:
+    if not under_torchrun():
+        return launch(sys.argv, int(sys.argv[2]))
+    torch.set_num_threads(1)
+    for case in sys.argv[3:]:
+        train(Path(sys.argv[1]), case)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
