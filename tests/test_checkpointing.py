@@ -374,6 +374,8 @@ CASES: dict[str, tuple[Any, Any, Any, list[dict[str, Any]]]] = {
                 "virtual_stages": 2,
             },
             {"mesh": "dp=2,tp=2", "microbatches": 1},
+            {"mesh": "dp=4", "microbatches": 2, "zero": 1},
+            {"mesh": "dp=4,tp=2", "microbatches": 1, "zero": 3, "shard_group": 2},
         ],
     ),
     "buffers": (Normed, normed_batch, SGD, [{"mesh": "tp=2"}, {"mesh": "dp=4"}, {"mesh": ""}]),

@@ -147,7 +147,10 @@ class _Assembly:
         for tensor in plan.wanted.tensors:
             for pieces, ranks in tensor.parts(plan.wanted.mesh):
                 if rank in ranks:
-                    wanted[tensor.name] = sum(piece.box.numel for piece in pieces)
+                    count = sum(piece.box.numel for piece in pieces)
+                    wanted[tensor.name] = count
+                    if tensor.name in target and count < target[tensor.name].numel():
+                        target[tensor.name].zero_()  # what pads it is in no file
         self.missing = next((n for n, count in wanted.items() if covered.get(n, 0) != count), "")
 
     def take(self, bucket: Bucket, data: Tensor) -> None:

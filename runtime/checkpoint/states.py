@@ -70,6 +70,8 @@ def _copies(layout: ParameterLayout, mesh: Mesh) -> Iterator[tuple[int, list[int
         coordinate = mesh.coordinate(rank)
         if coordinate.get("pp", 0) in layout.stages:
             key = tuple(coordinate[axis] for axis in layout.shards)
+            if layout.data is not None:
+                key += (coordinate.get("dp", 0) % layout.data.parts,)
             groups.setdefault(key, []).append(rank)
     for ranks in groups.values():
         yield ranks[0], ranks
@@ -81,7 +83,8 @@ def written_by(
     """What `rank` writes: each part of each tensor is written by exactly one rank.
 
     Of copies on axes other than dp the first is written. Those on dp share the work: the largest
-    parts first, each by the coordinate that has the least so far.
+    parts first, each by the coordinate that has the least so far. What ZeRO splits over dp is
+    written by those who hold it.
     """
     here = mesh.coordinate(rank)
     loads = dict.fromkeys(range(mesh.axis_size("dp")), 0)
@@ -94,8 +97,14 @@ def written_by(
             continue
         if not layout.stages or not _is_first(layout, here):
             continue
-        if "dp" not in layout.shards:
-            size = torch.Size(layout.local_shape(mesh, rank)).numel() * tensor.dtype.itemsize
+        size = torch.Size(layout.local_shape(mesh, rank)).numel() * tensor.dtype.itemsize
+        if layout.data is not None:
+            writers = range(layout.data.parts)  # the first replica
+            for index in writers:
+                loads[index] += size
+            if here.get("dp", 0) not in writers:
+                continue
+        else:
             chosen = min(loads, key=lambda index: (loads[index], index))
             loads[chosen] += size
             if chosen != here.get("dp", 0):

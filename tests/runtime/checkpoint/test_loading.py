@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from msc.ir.data_shard import DataShard
 from msc.ir.errors import UserError
 from msc.ir.layout import ParameterLayout
 from msc.ir.mesh import Mesh
@@ -41,19 +42,26 @@ LAYOUTS: dict[str, dict[str, Shard]] = {
     "dp=2,tp=2": {"rows": Shard(0), "fused": Shard(0, (24, 16, 8)), "tied": Shard(1)},
     "dp=3": {},
     "tp=8": {"rows": Shard(0), "columns": Shard(1, 1, 3), "fused": Shard(0, 2)},
+    "dp=5 in 5": {},
+    "dp=4,tp=2 in 2": {"rows": Shard(0), "fused": Shard(0, 3), "tied": Shard(0, 1, 1)},
 }
+"""Parameters by mesh; "in n" splits what tp leaves over n neighbours on dp (ZeRO)."""
 STAGES = {"rows": (0,), "fused": (1,), "columns": (0,), "norm": (1,), "tied": (0, 1)}
 
 
 def states_of(spec: str) -> StateTensors:
     """Five parameters, one with a moment, and a buffer, laid out on a mesh."""
-    mesh = Mesh.parse(spec)
+    text, _, parts = spec.partition(" in ")
+    mesh = Mesh.parse(text)
     found = []
     for name, shape in SHAPES.items():
         shard = LAYOUTS[spec].get(name)
         shards = {} if shard is None else {"tp": shard}
         stages = STAGES[name] if mesh.axis_size("pp") > 1 else (0,)
         layout = ParameterLayout(name, shape, torch.float32, True, shards=shards, stages=stages)
+        if parts:
+            data = DataShard.choose(layout.local_shape(mesh, 0), int(parts))
+            layout = replace(layout, data=data)
         found.append(StateTensor(f"model.{name}", "parameter", name, torch.float32, shape, layout))
         if name == "fused":
             held = f"first_moment.{name}"

@@ -60,7 +60,7 @@ def test_an_error_of_a_copy_comes_out() -> None:
 
 def test_every_action_that_writes_is_told_before_it_runs() -> None:
     order: list[str] = []
-    rank = ProcessRank(Mesh.parse(""), 0, _NoGroups(), lambda: order.append("before"))  # type: ignore[arg-type]
+    rank = ProcessRank(Mesh.parse(""), 0, _NoGroups(), {}, lambda: order.append("before"))  # type: ignore[arg-type]
     assert {action.__name__ for action in actions.UPDATES} < set(WRITING)
     for number, name in enumerate(WRITING):
         with pytest.raises(TypeError):
