@@ -8,7 +8,8 @@ M=2048 rows of both ranks together, N=4096, one thread per rank. `gather` is all
 is matmul_reduce_scatter. Unfused is what the process executor runs where ranks share no memory;
 `GEMMs` are these alone, so that their ratio to unfused is about the best that fusing can reach. All
 ways of a case take turns, and times are processor seconds of the slower rank, medians over the
-rounds: a rank that waits on a busy machine uses none.
+rounds: a rank that waits on a busy machine uses none. `step` is loss and gradients of a GPT on
+tp=2, compiled with and without fused collectives.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.multiprocessing.spawn import spawn  # noqa: E402
 
+import msc  # noqa: E402
 from benchmarks.hardware import hardware  # noqa: E402
+from benchmarks.models import GPTConfig, GPTWithLoss, random_batch  # noqa: E402
 from msc.ir.mesh import Mesh  # noqa: E402
 from msc.ir.ops.linear import linear, linear_dgrad, linear_wgrad  # noqa: E402
-from msc.runtime.process import ProcessRank  # noqa: E402
+from msc.runtime.process import ProcessExecutor, ProcessRank  # noqa: E402
 from msc.runtime.process_groups import ProcessGroups  # noqa: E402
 from msc.runtime.shared_memory import share  # noqa: E402
 
@@ -47,6 +50,12 @@ DEPTHS = (1024, 4096)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 KINDS = ("gather", "gradients", "reduce")
 GOAL = 0.9
+
+STEPS = {
+    "small": (GPTConfig(layers=6, hidden=384, heads=6, sequence=256, vocabulary=512), 8),
+    "large": (GPTConfig(layers=4, hidden=1024, heads=16, sequence=256, vocabulary=512), 4),
+}
+"""GPTs, each with its global batch: those of `benchmarks/step_time.py`."""
 
 Way = Callable[[], Any]
 Result = dict[str, Any]
@@ -81,6 +90,28 @@ def ways(
         "unfused": lambda: apart.all_gather_matmul(*args),
         "gemms": gemms,
     }
+
+
+def step_ways(config: GPTConfig, batch: int) -> dict[str, Way]:
+    """A step of a whole model, with fused collectives and without."""
+    rank = dist.get_rank()
+    inputs = random_batch(config, batch, 0)
+
+    def way(fuse: bool) -> Way:
+        torch.manual_seed(0)
+        model = GPTWithLoss(config)
+        program = msc.compile(model, inputs, mesh=f"tp={RANKS}", fuse_collectives=fuse)
+        graph = program.rank_graph(rank)
+        executor = ProcessExecutor(program.mesh, graph)
+        arguments = program.initial_state(rank).arguments(graph, program.local_inputs(inputs, rank))
+
+        def step() -> Any:
+            found = executor.run(arguments)
+            return [each for each in (found["loss"], *found["gradients"]) if each is not None]
+
+        return step
+
+    return {"fused": way(True), "unfused": way(False)}
 
 
 def measure(candidates: dict[str, Way], rounds: int) -> dict[str, list[float]]:
@@ -119,7 +150,7 @@ def run_rank(rank: int, folder: str, depths: tuple[int, ...], rounds: int) -> No
     )
     mesh = Mesh.parse(f"tp={RANKS}")
     groups = ProcessGroups(mesh, rank, ["tp"])
-    memory = share(groups.group("tp"), "tp", RANKS * M * max(N, *depths) * 4, 600.0)
+    memory = share(groups.group("tp"), "tp", RANKS * M * max((N, *depths)) * 4, 600.0)
     assert memory is not None, "two ranks of one host share memory"
     fused = ProcessRank(mesh, rank, groups, {"tp": memory})
     apart = ProcessRank(mesh, rank, groups, {})
@@ -133,6 +164,10 @@ def run_rank(rank: int, folder: str, depths: tuple[int, ...], rounds: int) -> No
                 results.append(
                     {"kind": kind, "k": k, "dtype": name, "cpu_seconds": seconds, "error": error}
                 )
+    for name, (config, batch) in STEPS.items():
+        candidates = step_ways(config, batch)
+        seconds, error = measure(candidates, rounds), difference(candidates)
+        results.append({"kind": "step", "model": name, "cpu_seconds": seconds, "error": error})
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
     dist.barrier()
@@ -146,16 +181,26 @@ def ratio(result: Result, name: str = "fused") -> float:
     return statistics.median(own / unfused for own, unfused in pairs)
 
 
+def ratios(result: Result) -> dict[str, float]:
+    """Fused over unfused, and where the GEMMs are measured these alone over unfused."""
+    alone = "gemms" in result["cpu_seconds"]
+    return {"ratio": ratio(result)} | ({"bound": ratio(result, "gemms")} if alone else {})
+
+
 def table(results: list[Result]) -> str:
     """A line per case, in milliseconds."""
     head = f"{'op':<10}{'dtype':<10}{'K':>5}{'GEMMs':>9}{'unfused':>9}{'fused':>9}"
     lines = [f"{head}{'ratio':>8}{'bound':>8}{'error':>10}"]
     for each in results:
-        ms = {name: 1e3 * statistics.median(found) for name, found in each["cpu_seconds"].items()}
+        ms = {
+            name: f"{1e3 * statistics.median(found):>9.1f}"
+            for name, found in each["cpu_seconds"].items()
+        }
+        bound = f"{ratio(each, 'gemms'):>8.3f}" if "gemms" in ms else f"{'':>8}"
+        what = each.get("dtype") or each["model"]
         lines.append(
-            f"{each['kind']:<10}{each['dtype']:<10}{each['k']:>5}{ms['gemms']:>9.1f}"
-            f"{ms['unfused']:>9.1f}{ms['fused']:>9.1f}{ratio(each):>8.3f}"
-            f"{ratio(each, 'gemms'):>8.3f}{each['error']:>10.1e}"
+            f"{each['kind']:<10}{what:<10}{each.get('k', ''):>5}{ms.get('gemms', ''):>9}"
+            f"{ms['unfused']}{ms['fused']}{ratio(each):>8.3f}{bound}{each['error']:>10.1e}"
         )
     return "\n".join(lines)
 
@@ -185,9 +230,7 @@ def main() -> int:
         "m": M,
         "n": N,
         "goal": GOAL,
-        "results": [
-            {**each, "ratio": ratio(each), "bound": ratio(each, "gemms")} for each in results
-        ],
+        "results": [{**each, **ratios(each)} for each in results],
     }
     (options.out / "fused_collectives.json").write_text(json.dumps(facts, indent=1) + "\n")
     return 0
