@@ -274,7 +274,7 @@ class RunCheckpoints:
     def save(self, state: RankState, history: History, wait: bool) -> None:
         """Copy the state while the next step begins, and have the copy written."""
         step = state.step
-        if step == self._saved:
+        if step == self._saved and self.writer.failed != step:
             return
         self._snapshots.finish()
         slot = self.writer.take_slot(wait)

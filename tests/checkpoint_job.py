@@ -4,7 +4,8 @@
 
 A case is `NAME:STEPS:MESH`: train the program in FOLDER/MESH to STEPS steps, with checkpoints in
 FOLDER/NAME, or without any where NAME is "plain". Rank 0's findings go to FOLDER/NAME.MESH.pt.
-`NAME:STEPS:MESH:kill=N` kills rank N, or all ranks ("all"), when step STEPS has ended.
+`NAME:STEPS:MESH:kill=N` kills rank N, or all ranks ("all"), when step STEPS has ended; the step
+before it was saved.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def train(folder: Path, case: str) -> None:
     run = folder / f"{name}.{mesh}.run"
     with msc.Trainer(program, Rows(), log=lines.append, checkpoint=options, run=run) as trainer:
         first = trainer.step
-        trainer.fit(int(steps) - first)
+        if rest:
+            trainer.fit(int(steps) - 1 - first)
+            trainer.save()
+        trainer.fit(int(steps) - trainer.step)
         if rest:
             who = rest[0].removeprefix("kill=")
             if who in ("all", str(rank)):

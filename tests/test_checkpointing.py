@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import random
@@ -525,11 +524,7 @@ def test_a_killed_job_resumes_bit_for_bit_and_on_another_mesh(tmp_path: Path) ->
     whole, same, other = (
         torch.load(tmp_path / f"{name}.pt") for name in ("plain.dp=2", "same.dp=2", "other.pp=2")
     )
-    for found in (same, other):
-        assert found["first"] in (1, 2, 3)
-        saved = sorted((tmp_path / "other").iterdir())
-        steps = [int(path.name.split("-")[1]) for path in saved if (path / "commit.json").exists()]
-        assert found["first"] in steps
+    assert same["first"] == other["first"] == 2
     assert equal(same["params"], whole["params"])
     assert equal(same["optimizer"], whole["optimizer"])
     assert same["losses"] == whole["losses"]
@@ -540,13 +535,8 @@ def test_a_killed_job_resumes_bit_for_bit_and_on_another_mesh(tmp_path: Path) ->
         assert diagnose(tmp_path / f"{name}.run")[0].causes == ()
         assert_as_scheduled(tmp_path / f"{name}.run")
     # both dp ranks need all of it: one reads, the other is sent it
-    read, received = same["read"]
-    files = [tmp_path / "other" / folder for folder in folders(tmp_path / "other")]
-    sizes = {
-        sum(file.stat().st_size for file in folder.glob("*.distcp"))
-        for folder in files
-        if (folder / "commit.json").exists()
-    }
-    assert read in sizes
-    assert received == read
-    assert list(itertools.islice(iter(other["lines"]), 1))
+    (folder,) = (
+        path for path in (tmp_path / "same").iterdir() if path.name.startswith("step-00000002")
+    )
+    size = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    assert same["read"] == [size, size]

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,41 +125,58 @@ class FsspecStorage(Storage):
 
         super().__init__(url)
         self._fs: Any
-        self._fs, self._root = fsspec.core.url_to_fs(url)
+        with _as_os_errors(url):
+            self._fs, self._root = fsspec.core.url_to_fs(url)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
     def make_folder(self, name: str) -> None:
-        self._fs.makedirs(self._path(name), exist_ok=True)
+        with _as_os_errors(name):
+            self._fs.makedirs(self._path(name), exist_ok=True)
 
     def write(self, name: str, blocks: Iterable[memoryview]) -> None:
-        with self._fs.open(self._path(name), "wb") as file:
+        with _as_os_errors(name), self._fs.open(self._path(name), "wb") as file:
             for block in blocks:
                 file.write(block)
 
     def put(self, name: str, data: bytes) -> None:
-        self._fs.pipe_file(self._path(name), data)
+        with _as_os_errors(name):
+            self._fs.pipe_file(self._path(name), data)
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         end = None if length is None else start + length
-        found: bytes = self._fs.cat_file(self._path(name), start=start, end=end)
+        with _as_os_errors(name):
+            found: bytes = self._fs.cat_file(self._path(name), start=start, end=end)
         return found
 
     def size(self, name: str) -> int:
-        return int(self._fs.size(self._path(name)))
+        with _as_os_errors(name):
+            return int(self._fs.size(self._path(name)))
 
     def names(self, folder: str = "") -> list[str]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._path(folder), detail=False)
+            with _as_os_errors(folder):
+                found = self._fs.ls(self._path(folder), detail=False)
         except FileNotFoundError:
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _as_os_errors(name):
             self._fs.rm(self._path(name), recursive=True)
+
+
+@contextlib.contextmanager
+def _as_os_errors(name: str) -> Iterator[None]:
+    """File systems of fsspec raise what their clients do."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def open_storage(url: str | Path) -> Storage:

@@ -35,13 +35,14 @@ class WriterProcess:
     plan: what the process needs to know (see `writer.serve`); commits: whether this rank's process
     commits steps, so that a save is over only then. Thread-safe.
 
-    written, committed: the newest step whose part is durable, and that is complete; of ranks that
-    do not commit, the second stays None.
+    written, committed, failed: the newest step whose part is durable, that is complete, and that
+    could not be written; of ranks that do not commit, the second stays None.
     """
 
     def __init__(self, arena: Arena, plan: Mapping[str, Any], commits: bool, log: Log) -> None:
         self.committed: int | None = None
         self.written: int | None = None
+        self.failed: int | None = None
         self.restarts = 0
         self._arena = arena
         self._plan = json.dumps(
@@ -92,6 +93,9 @@ class WriterProcess:
         """Write `slot` as the part of `step`; `request` has what is committed with it."""
         with self._change:
             self._reserved.discard(slot)
+            if self.broken:
+                self._log(f"checkpoint of step {step} was not saved: no process can be started")
+                return
             self._saves.append(_Save(step, slot, request))
             self._ask(self._saves[-1])
 
@@ -165,6 +169,7 @@ class WriterProcess:
             self.committed = step
             self._log(f"checkpoint of step {step} is complete")
         elif event == "failed":
+            self.failed = step
             self._log(
                 f"checkpoint of step {step} was not saved: {report['error']}; training goes on"
             )

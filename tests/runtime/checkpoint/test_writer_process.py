@@ -145,8 +145,8 @@ def test_what_was_handed_over_is_finished_when_the_trainer_is_gone(
     writer = make()
     os.kill(writer.pid, signal.SIGSTOP)
     save(writer, 5)
-    pid = writer.pid
+    process = writer._process
     writer.close(0)  # as the end of the trainer's process closes its side of the pipe
-    os.kill(pid, signal.SIGCONT)
-    os.waitpid(pid, 0)
+    os.kill(process.pid, signal.SIGCONT)
+    process.wait()
     assert saved(tmp_path) == [5]

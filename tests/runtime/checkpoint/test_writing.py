@@ -137,6 +137,17 @@ def test_cut_missing_swapped_and_mixed_files_are_named(storage: Storage) -> None
     assert damage(storage, two) == "commit.json is of step 1, attempt aa"
 
 
+def test_errors_of_other_file_systems_are_os_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = FsspecStorage("memory://errors")
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("403")
+
+    monkeypatch.setattr(storage._fs, "cat_file", fail)
+    with pytest.raises(OSError, match="part: RuntimeError: 403"):
+        storage.read("part")
+
+
 class Full(LocalStorage):
     """A disk that is full in the middle of a data file."""
 
