@@ -86,13 +86,16 @@ class Overview:
         axes = [axis.name for axis in self.unit.settings.batch_axes if axis.name != "mb"]
         trainable = bool(node.meta.get("differentiable"))
         partial = [*axes, *(["tp"] if isinstance(state.grad, Partial) else [])] if trainable else []
-        whole = isinstance(state.value, Replicate)
+        placements = {} if isinstance(state.value, Replicate) else {"tp": str(state)}
+        data = self.unit.data_shards.get(node.meta["name"])
+        if data is not None:  # as a rank keeps it from step to step
+            placements = {"dp": f"S{data.dim}", **placements}
         return Value(
             relative(node.meta["name"], home),
             "parameter",
             "",
             describe(node.meta["val"]),
-            {} if whole else {"tp": str(state)},
+            placements,
             tuple(partial),
         )
 
