@@ -12,13 +12,12 @@ Numerics: kept bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
-from msc.ir.communication import COLLECTIVES, WAITS, group_of, is_communication
+from msc.ir.communication import COLLECTIVES, WAITS, is_communication
 from msc.ir.passes import BIT_EXACT, GraphPass
 from msc.passes.call_cost import call_cost
 from msc.passes.compilation import Compilation, Settings
@@ -48,23 +47,6 @@ def reorder(gm: fx.GraphModule, settings: Settings) -> int:
     for node in after:
         gm.graph.output_node().prepend(node)
     return sum(one is not other for one, other in zip(before, after, strict=True))
-
-
-def makespan(nodes: Sequence[fx.Node], settings: Settings) -> float:
-    """How long calls take in this order: collectives of a group one by one, beside computing."""
-    now = 0.0
-    free: dict[str, float] = {}  # when each group has ended what it was given
-    ends: dict[fx.Node, float] = {}
-    for node in nodes:
-        if node.target in COLLECTIVES:
-            group = group_of(node)
-            ends[node] = max(now, free.get(group, 0.0)) + call_cost(node, settings)
-            free[group] = ends[node]
-        elif node.target in WAITS:
-            now = max(now, ends[node.all_input_nodes[0]])
-        else:
-            now += call_cost(node, settings)
-    return now
 
 
 def overlapped(calls: list[fx.Node], settings: Settings) -> list[fx.Node]:

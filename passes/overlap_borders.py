@@ -28,9 +28,10 @@ from msc.ir.communication import is_communication, subgraph
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.structure import output_nodes, placeholders
 from msc.ir.torch_private import lazy_graph_module
+from msc.passes.block_time import block_time
 from msc.passes.call_cost import call_cost
 from msc.passes.compilation import Compilation, Settings
-from msc.passes.overlap import makespan, reorder
+from msc.passes.overlap import reorder
 
 _GAIN = 0.999  # a cut must save so much of the modelled time, or more
 
@@ -123,10 +124,10 @@ class _Templates:
                 yield tuple(nodes[start:])
 
     def _seconds(self, cut: _Cut, following: fx.GraphModule) -> float:
-        early = makespan(cut.early, self.settings)
+        early = block_time(cut.early, self.settings)
         if not cut.late:
-            return early + makespan(_Cut(following).early, self.settings)
-        return early + makespan(_Cut(self._merge(cut, _Cut(following))).early, self.settings)
+            return early + block_time(_Cut(following).early, self.settings)
+        return early + block_time(_Cut(self._merge(cut, _Cut(following))).early, self.settings)
 
     def graph(self, before: _Cut | None, own: _Cut) -> fx.GraphModule:
         """What a call runs: the late part of the call before, and its own early part."""
