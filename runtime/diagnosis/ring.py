@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msc.ir.communication import FUSED, STARTS
 from msc.runtime.diagnosis.schedule import WAIT
 
-KINDS = (WAIT, "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv")
+KINDS = (WAIT, *STARTS.values(), *FUSED.values())
 PHASES = ("idle", "data", "step", "save", "failed", "lost", "ended")
 CAPACITY = 4096
 _HEAD = struct.Struct("<8sIIQIIQQ")  # magic, JSON's size, channels, step, phase, -, since, first
