@@ -114,7 +114,7 @@ def emit(gemm: Gemm) -> Kernel:
         target,
         tiles.warps,
         tiles.stages,
-        matrix=True,
+        matrix=gemm.dtype != "float32",
     )
 
 

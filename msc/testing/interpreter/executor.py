@@ -48,7 +48,7 @@ class Task(greenlet):
 
 @dataclass
 class Launch:
-    """A kernel in a rank's stream, which runs after the launches before it."""
+    """An entry of a rank's stream: its tasks run after those of the entries before it."""
 
     rank: int
     waiting: list[Task]
@@ -109,12 +109,20 @@ class Executor:
             task = Task(name, rank, run)
             task.grid, task.index = grid, index[::-1]
             tasks.append(task)
+        return self._append(rank, tasks)
+
+    def copies(self, rank: int, name: str, work: Callable[[CopyEngine], None]) -> Launch:
+        """Puts copies, waits and signals at the end of a rank's stream, between its kernels."""
+        task: Task = Task(f"rank {rank} {name}", rank, lambda: work(CopyEngine(self, task)))
+        return self._append(rank, [task])
+
+    def _append(self, rank: int, tasks: list[Task]) -> Launch:
         launch = Launch(rank, tasks)
         self._ranks[rank].launches.append(launch)
         return launch
 
     def engine(self, rank: int, name: str, work: Callable[[CopyEngine], None]) -> None:
-        """Adds a copy engine: `work` issues its copies, waits and signals, in stream order."""
+        """Adds a second stream of copies, waits and signals, which runs beside the kernels."""
         task: Task = Task(f"rank {rank} {name}", rank, lambda: work(CopyEngine(self, task)))
         self._engines.append(task)
 
