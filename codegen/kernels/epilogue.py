@@ -39,10 +39,10 @@ class Epilogue:
         if self.keep and not self.activation:
             raise PlanError("an epilogue keeps what its activation reads, and it has none")
 
-    def arguments(self, dtype: str, suffix: str = "") -> tuple[Argument, ...]:
+    def arguments(self, dtype: str) -> tuple[Argument, ...]:
         """The tensors that it reads and writes besides the result."""
         names = [(self.bias, "bias"), (self.residual, "residual"), (self.keep, "kept")]
-        return tuple(Argument(name + suffix, "pointer", dtype) for wanted, name in names if wanted)
+        return tuple(Argument(name, "pointer", dtype) for wanted, name in names if wanted)
 
     @property
     def accumulators(self) -> tuple[str, ...]:
@@ -58,17 +58,20 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Store:
-    """Where a finished tile goes: a contiguous [rows, width] tensor, by descriptor or pointers."""
+    """Where a finished tile goes: a contiguous [rows, width] tensor, by descriptor or pointers.
+
+    width: as text.
+    """
 
     name: str
-    width: int
+    width: str
     dtype: str
     described: bool
     wide: str = ""
 
 
 def store_tile(
-    epilogue: Epilogue, store: Store, rows: Span, columns: Span, parts: int, suffix: str = ""
+    epilogue: Epilogue, store: Store, rows: Span, columns: Span, parts: int
 ) -> str:
     """The text from accumulator(s) to memory.
 
@@ -77,7 +80,7 @@ def store_tile(
     """
     names = list(epilogue.accumulators)
     if parts == 1:
-        return _one_part(epilogue, store, rows, columns, names, "BN", suffix)
+        return _one_part(epilogue, store, rows, columns, names, "BN")
     text: list[str] = []
     halves: list[list[str]] = [[], []]
     for name in names:
@@ -89,7 +92,7 @@ def store_tile(
             half.append(part)
     for half, start in zip(halves, (columns.start, f"{columns.start} + BN // 2"), strict=True):
         span = Span(start, columns.end, columns.exact)
-        text.append(_one_part(epilogue, store, rows, span, half, "BN // 2", suffix))
+        text.append(_one_part(epilogue, store, rows, span, half, "BN // 2"))
     return "\n".join(text)
 
 
@@ -100,7 +103,6 @@ def _one_part(
     columns: Span,
     values: list[str],
     width: str,
-    suffix: str,
 ) -> str:
     value = values[0]
     addressed = not store.described or epilogue.residual or epilogue.keep
@@ -115,14 +117,14 @@ def _one_part(
     masked = f", mask={mask.removeprefix(' & ')}" if mask else ""
     if epilogue.bias:
         inside = "" if columns.exact else f", mask=out_columns < {columns.end}, other=0.0"
-        load = f"tl.load(bias{suffix} + out_columns{inside}).to(tl.float32)"
+        load = f"tl.load(bias + out_columns{inside}).to(tl.float32)"
         lines.append(f"{value} += {load}[None, :]")
     if epilogue.keep:
-        lines.extend(_keep(epilogue, store, values, at, masked, suffix))
+        lines.extend(_keep(epilogue, store, values, at, masked))
     lines.extend(_activation(epilogue.activation, values))
     if epilogue.residual:
         other = f"{masked}, other=0.0" if masked else ""
-        lines.append(f"{value} += tl.load(residual{suffix} + {at}{other}).to(tl.float32)")
+        lines.append(f"{value} += tl.load(residual + {at}{other}).to(tl.float32)")
     rounded = f"{value}.to({element(store.dtype)})"
     if store.described:
         lines.append(f"{store.name}.store([{rows.start}, {columns.start}], {rounded})")
@@ -132,15 +134,15 @@ def _one_part(
 
 
 def _keep(
-    epilogue: Epilogue, store: Store, values: list[str], at: str, masked: str, suffix: str
+    epilogue: Epilogue, store: Store, values: list[str], at: str, masked: str
 ) -> list[str]:
     dtype = element(store.dtype)
     if epilogue.activation != "swiglu":
-        return [f"tl.store(kept{suffix} + {at}, {values[0]}.to({dtype}){masked})"]
-    gate_at = f"out_rows[:, None]{store.wide} * {2 * store.width} + out_columns[None, :]"
+        return [f"tl.store(kept + {at}, {values[0]}.to({dtype}){masked})"]
+    gate_at = f"out_rows[:, None]{store.wide} * 2 * {store.width} + out_columns[None, :]"
     return [
-        f"tl.store(kept{suffix} + {gate_at}, {values[0]}.to({dtype}){masked})",
-        f"tl.store(kept{suffix} + {gate_at} + {store.width}, {values[1]}.to({dtype}){masked})",
+        f"tl.store(kept + {gate_at}, {values[0]}.to({dtype}){masked})",
+        f"tl.store(kept + {gate_at} + {store.width}, {values[1]}.to({dtype}){masked})",
     ]
 
 

@@ -12,7 +12,8 @@ e, its rank has ended call e + 1, which waited for shards that their ranks annou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, replace
 
 from msc.codegen.kernels import protocol
 from msc.codegen.kernels.description import (
@@ -24,23 +25,31 @@ from msc.codegen.kernels.description import (
     check_dtype,
 )
 from msc.codegen.kernels.epilogue import Epilogue, Store, store_tile
-from msc.codegen.kernels.product import Operand, Product, Span, short, use_descriptors
+from msc.codegen.kernels.product import (
+    Operand,
+    Product,
+    Span,
+    described,
+    short,
+    use_descriptors,
+)
 from msc.codegen.kernels.protocol import Chunks
 from msc.codegen.kernels.source import fill, module
 from msc.ir.errors import PlanError
 
 KERNEL = """
 @triton.jit
-def gather_gemm($arguments, flags, rank, want):
+def gather_gemm($arguments):
     for tile in range(tl.program_id(0), RANKS * CHUNK_TILES_M * TILES_N, PROGRAMS):
         chunk, tile_m, tile_n = tile_at(tile, rank)
         row = chunk * CHUNK + tile_m * BM
         if chunk != rank:
             <<waits>>
-        <<results>>
+        <<choice>>
+        <<zeros>>
+        <<steps>>
+        <<store>>
 """
-
-WAIT_ONE = "wait(flags + chunk$part, want)"
 
 WAIT_PARTS = """
 # the last rows of the tile may be another part's
@@ -52,39 +61,39 @@ for part in range(first, last // PART + 1):
 
 
 @dataclass(frozen=True)
-class Result:
-    """One product of the gathered rows: c[m, n] = epilogue(a @ b)."""
-
-    n: int
-    epilogue: Epilogue
-
-
-@dataclass(frozen=True)
 class GatherGemm:
-    """c_i[m, n_i] = epilogue_i(gathered a [m, k] @ b_i), for one or several b_i.
+    """c[m, n] = epilogue(gathered a [m, k] @ b), for one `n` or, with as many b, for several.
 
     b_layout: "nk" for a weight as `nn.Linear` keeps it (forward), "kn" for the input gradient of a
     row-parallel linear. Call number e passes want = e, and a flag is set to e when its rows are
-    there. splits: flags per shard.
+    there. splits: flags per shard. With several, arguments are numbered: b_0, c_0, b_1, ...
     """
 
     m: int
     k: int
-    results: tuple[Result, ...]
+    widths: tuple[int, ...]
     ranks: int
     dtype: str
     target: Target
     tiles: Tiles
     b_layout: str = "nk"
     splits: int = 1
+    epilogue: Epilogue = field(default_factory=Epilogue)
+
+    def __post_init__(self) -> None:
+        check_dtype("all-gather + linear", self.dtype)
+        if not self.widths:
+            raise PlanError("all-gather + linear without a product")
+        if len(self.widths) > 1 and self.epilogue.activation == "swiglu":
+            raise PlanError("all-gather + linear: swiglu is of one weight, which holds gate and up")
 
     @property
     def name(self) -> str:
         """Unique among kernels."""
-        sizes = "_".join(f"{result.n}{result.epilogue.label}" for result in self.results)
+        sizes = "_".join(map(str, self.widths))
         return (
             f"gather_gemm_{self.b_layout}_tp{self.ranks}_{self.m}x{self.k}_to_{sizes}"
-            f"_{short(self.dtype)}"
+            f"{self.epilogue.label}_{short(self.dtype)}"
         )
 
     @property
@@ -94,22 +103,25 @@ class GatherGemm:
 
 
 def emit(gather: GatherGemm) -> Kernel:
-    """The kernel. PlanError for a dtype, for uneven shards, and for no result."""
-    check_dtype("all-gather + linear", gather.dtype)
-    if not gather.results:
-        raise PlanError("all-gather + linear without a product")
-    tiles, chunks = gather.tiles, gather.chunks
-    writers = [_Writer(gather, number) for number in range(len(gather.results))]
-    described = use_descriptors(
-        gather.target, (_gathered(gather), *(x for w in writers for x in (w.right, w.output)))
-    )
-    arguments = [_gathered(gather).argument(tiles, described)]
-    for writer in writers:
-        arguments.extend(writer.arguments(described))
-    columns = sum(writer.columns for writer in writers)
+    """The kernel. PlanError for uneven shards."""
+    tiles, chunks, several = gather.tiles, gather.chunks, len(gather.widths) > 1
+    a, b, output = _operands(gather)
+    exact = chunks.chunk % tiles.m == 0
+    by_descriptor = use_descriptors(gather.target, (a, b, output))
+    if by_descriptor:
+        a = described(a)
+        b = b if several else described(b)
+    # a descriptor would also write the rows of the next chunk
+    store_described = by_descriptor and exact and not several
+    rights = (b,) * len(gather.epilogue.accumulators)
+    product = Product(a, rights, gather.epilogue.accumulators)
+    rows = Span("row", "(chunk + 1) * CHUNK", exact)
+    column = Span("column", "width" if several else "N", all(n % tiles.n == 0 for n in gather.widths))
+    spans = (column, Span("N + column", "2 * N", column.exact))[: len(rights)]
+    store = Store("c", column.end, gather.dtype, store_described, output.wide)
+    columns = [ceil_div(n, tiles.n) for n in gather.widths]
     chunk_tiles = ceil_div(chunks.chunk, tiles.m)
-    total = gather.ranks * chunk_tiles * columns
-    programs = min(total, gather.target.processors)
+    programs = min(gather.ranks * chunk_tiles * sum(columns), gather.target.processors)
     constants = {
         "RANKS": gather.ranks,
         "CHUNK": chunks.chunk,
@@ -119,35 +131,36 @@ def emit(gather: GatherGemm) -> Kernel:
         "BK": tiles.k,
         "GROUP": tiles.group,
         "CHUNK_TILES_M": chunk_tiles,
-        "TILES_N": columns,
+        "TILES_N": sum(columns),
         "PROGRAMS": programs,
     }
+    if not several:
+        constants["N"] = gather.widths[0]
     if chunks.splits > 1:
         constants |= {"SPLITS": chunks.splits, "PART": chunks.part}
+    arguments = _arguments(gather, a, b, store_described)
     text = fill(
         KERNEL,
         arguments=", ".join(argument.name for argument in arguments),
         waits=_waits(chunks, tiles),
-        results=_results(writers, described),
+        choice=_choice(gather, columns) if several else "column = tile_n * BN",
+        zeros=product.zeros(),
+        steps=product.steps(rows, spans, Span("0", "K", gather.k % tiles.k == 0)),
+        store=store_tile(gather.epilogue, store, rows, column, tiles.parts),
     )
-    sizes = ", ".join(str(result.n) for result in gather.results)
+    sizes = ", ".join(map(str, gather.widths))
     return Kernel(
         gather.name,
         module(
             f"all-gather of a[{gather.m}, {gather.k}] over {gather.ranks} ranks, then products "
             f"with {sizes} columns, for {gather.target.name}.",
             constants,
-            protocol.wait(through_tma=described),
+            protocol.wait(through_tma=by_descriptor),
             protocol.chunked_order(chunk_tiles, tiles.group, own_first=True),
             text,
         ),
         "gather_gemm",
-        (
-            *arguments,
-            Argument("flags", "pointer", "int32"),
-            Argument("rank", "int32"),
-            Argument("want", "int32"),
-        ),
+        arguments,
         (programs,),
         gather.target,
         tiles.warps,
@@ -156,79 +169,60 @@ def emit(gather: GatherGemm) -> Kernel:
     )
 
 
-def _gathered(gather: GatherGemm) -> Operand:
-    return Operand("a", "mk", (gather.m, gather.k), gather.dtype)
+def _operands(gather: GatherGemm) -> tuple[Operand, Operand, Operand]:
+    """The gathered rows, the weight (the widest, of several) and the result."""
+    widest = max(gather.widths)
+    stored = 2 * widest if gather.epilogue.activation == "swiglu" else widest
+    shape = (stored, gather.k) if gather.b_layout == "nk" else (gather.k, stored)
+    several = len(gather.widths) > 1
+    stride = "width" if several and gather.b_layout == "kn" else ""
+    return (
+        Operand("a", "mk", (gather.m, gather.k), gather.dtype),
+        Operand("b", gather.b_layout, shape, gather.dtype, stride=stride),
+        Operand("c", "mk", (gather.m, widest), gather.dtype),
+    )
+
+
+def _arguments(
+    gather: GatherGemm, a: Operand, b: Operand, store_described: bool
+) -> tuple[Argument, ...]:
+    tiles, dtype = gather.tiles, gather.dtype
+    block = (tiles.m, tiles.n // tiles.parts)
+    result = Argument("c", "descriptor", dtype, block) if store_described else Argument("c", "pointer", dtype)
+    own = (b.argument(tiles), result, *gather.epilogue.arguments(dtype))
+    if len(gather.widths) > 1:
+        own = tuple(
+            replace(argument, name=f"{argument.name}_{number}")
+            for number in range(len(gather.widths))
+            for argument in own
+        )
+    flags = Argument("flags", "pointer", "int32")
+    return (a.argument(tiles), *own, flags, Argument("rank", "int32"), Argument("want", "int32"))
 
 
 def _waits(chunks: Chunks, tiles: Tiles) -> str:
     if chunks.splits == 1:
-        return fill(WAIT_ONE, part="")
+        return "wait(flags + chunk, want)"
     if chunks.part % tiles.m == 0:
-        return fill(WAIT_ONE, part=" * SPLITS + tile_m * BM // PART")
+        return "wait(flags + chunk * SPLITS + tile_m * BM // PART, want)"
     return WAIT_PARTS
 
 
-class _Writer:
-    """The text of one of the products."""
-
-    def __init__(self, gather: GatherGemm, number: int) -> None:
-        self.gather, self.result = gather, gather.results[number]
-        self.suffix = f"_{number}" if len(gather.results) > 1 else ""
-        n, epilogue = self.result.n, self.result.epilogue
-        stored = 2 * n if epilogue.activation == "swiglu" else n
-        shape = (stored, gather.k) if gather.b_layout == "nk" else (gather.k, stored)
-        self.right = Operand(f"b{self.suffix}", gather.b_layout, shape, gather.dtype)
-        self.output = Operand(f"c{self.suffix}", "mk", (gather.m, n), gather.dtype)
-        self.columns = ceil_div(n, gather.tiles.n)
-
-    def arguments(self, described: bool) -> list[Argument]:
-        tiles, dtype = self.gather.tiles, self.gather.dtype
-        block = (tiles.m, tiles.n // tiles.parts)
-        own = (
-            Argument(self.output.name, "descriptor", dtype, block)
-            if self._stores_by_descriptor(described)
-            else Argument(self.output.name, "pointer", dtype)
-        )
-        extra = self.result.epilogue.arguments(dtype, self.suffix)
-        return [self.right.argument(tiles, described), own, *extra]
-
-    def text(self, described: bool) -> str:
-        gather, n = self.gather, self.result.n
-        epilogue = self.result.epilogue
-        rights = (self.right,) * len(epilogue.accumulators)
-        product = Product(_gathered(gather), rights, epilogue.accumulators, described)
-        exact = gather.chunks.chunk % gather.tiles.m == 0
-        rows = Span("row", "(chunk + 1) * CHUNK", exact)
-        column = Span("column", str(n), n % gather.tiles.n == 0)
-        spans = (column, Span(f"{n} + column", str(2 * n), column.exact))[: len(rights)]
-        depth = Span("0", "K", gather.k % gather.tiles.k == 0)
-        store = Store(
-            self.output.name,
-            n,
-            gather.dtype,
-            self._stores_by_descriptor(described),
-            self.output.wide,
-        )
-        stored = store_tile(epilogue, store, rows, column, gather.tiles.parts, self.suffix)
-        return "\n".join([product.zeros(), product.steps(rows, spans, depth), stored])
-
-    def _stores_by_descriptor(self, described: bool) -> bool:
-        # a descriptor would also write the rows of the next chunk
-        return described and self.gather.chunks.chunk % self.gather.tiles.m == 0
-
-
-def _results(writers: list[_Writer], described: bool) -> str:
-    if len(writers) == 1:
-        return f"column = tile_n * BN\n{writers[0].text(described)}"
+def _choice(gather: GatherGemm, columns: list[int]) -> str:
+    """Which of several products a column of tiles belongs to, and what is known of its tensors."""
+    names = ["b", "c", *(argument.name for argument in gather.epilogue.arguments(gather.dtype))]
     lines: list[str] = []
     start = 0
-    for number, writer in enumerate(writers):
-        end = start + writer.columns
-        last = number == len(writers) - 1
-        word = "if" if number == 0 else "elif"
-        head = "else:" if last else f"{word} tile_n < {end}:"
-        column = "column = tile_n * BN" if start == 0 else f"column = (tile_n - {start}) * BN"
-        branch = f"{head}\n    <<body>>"
-        lines.append(fill(branch, body=f"{column}\n{writer.text(described)}"))
-        start = end
+    for number, (width, count) in enumerate(zip(gather.widths, columns, strict=True)):
+        last = number == len(columns) - 1
+        condition = f"{'if' if number == 0 else 'elif'} tile_n < {start + count}:"
+        lines.append("else:" if last else condition)
+        lines.extend(f"    {name} = {name}_{number}" for name in names)
+        lines.append(f"    width = {width}")
+        lines.append(f"    column = (tile_n - {start}) * BN" if start else "    column = tile_n * BN")
+        start += count
+    lines.extend(f"{name} = tl.multiple_of({name}, 16)" for name in names)
+    common = math.gcd(16, *gather.widths)
+    if common > 1:
+        lines.append(f"width = tl.multiple_of(width, {common})")
     return "\n".join(lines)

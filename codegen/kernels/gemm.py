@@ -18,7 +18,14 @@ from msc.codegen.kernels.description import (
     check_dtype,
 )
 from msc.codegen.kernels.epilogue import Epilogue, Store, store_tile
-from msc.codegen.kernels.product import Operand, Product, Span, short, use_descriptors
+from msc.codegen.kernels.product import (
+    Operand,
+    Product,
+    Span,
+    described,
+    short,
+    use_descriptors,
+)
 from msc.codegen.kernels.source import fill, module
 
 KERNEL = """
@@ -65,28 +72,30 @@ def emit(gemm: Gemm) -> Kernel:
     rows, columns = ceil_div(gemm.m, tiles.m), ceil_div(gemm.n, tiles.n)
     a, b = operands(gemm)
     output = Operand("c", "mk", (gemm.m, gemm.n), gemm.dtype)  # only its alignment is asked for
-    described = use_descriptors(target, (a, b, output))
+    by_descriptor = use_descriptors(target, (a, b, output))
+    if by_descriptor:
+        a, b = described(a), described(b)
     rights = (b,) * len(gemm.epilogue.accumulators)
-    product = Product(a, rights, gemm.epilogue.accumulators, described)
+    product = Product(a, rights, gemm.epilogue.accumulators)
     row_span = Span("row", "M", gemm.m % tiles.m == 0)
     column_span = Span("column", "N", gemm.n % tiles.n == 0)
     right_spans = (column_span, Span("N + column", "2 * N", column_span.exact))[: len(rights)]
     c_block = (tiles.m, tiles.n // tiles.parts)
     arguments = (
-        a.argument(tiles, described),
-        b.argument(tiles, described),
+        a.argument(tiles),
+        b.argument(tiles),
         Argument("c", "descriptor", gemm.dtype, c_block)
-        if described
+        if by_descriptor
         else Argument("c", "pointer", gemm.dtype),
         *gemm.epilogue.arguments(gemm.dtype),
     )
-    store = Store("c", gemm.n, gemm.dtype, described, output.wide)
+    store = Store("c", "N", gemm.dtype, by_descriptor, output.wide)
     programs = min(rows * columns, target.processors)
     text = fill(
         KERNEL,
         arguments=", ".join(argument.name for argument in arguments),
         loop="tl.range(tl.program_id(0), TILES_M * TILES_N, PROGRAMS, flatten=True)"
-        if described
+        if by_descriptor
         else "range(tl.program_id(0), TILES_M * TILES_N, PROGRAMS)",
         zeros=product.zeros(),
         steps=product.steps(row_span, right_spans, Span("0", "K", gemm.k % tiles.k == 0)),

@@ -26,7 +26,15 @@ from msc.codegen.kernels.description import (
     ceil_div,
     check_dtype,
 )
-from msc.codegen.kernels.product import Operand, Product, Span, element, short, use_descriptors
+from msc.codegen.kernels.product import (
+    Operand,
+    Product,
+    Span,
+    described,
+    element,
+    short,
+    use_descriptors,
+)
 from msc.codegen.kernels.protocol import Chunks
 from msc.codegen.kernels.source import fill, module
 
@@ -115,8 +123,9 @@ def emit(scatter: GemmScatter) -> Kernel:
     a = Operand("a", "mk", (scatter.m, scatter.k), scatter.dtype)
     shape = (scatter.n, scatter.k) if scatter.b_layout == "nk" else (scatter.k, scatter.n)
     b = Operand("b", scatter.b_layout, shape, scatter.dtype)
-    described = use_descriptors(scatter.target, (a, b))
-    product = Product(a, (b,), ("acc",), described)
+    if use_descriptors(scatter.target, (a, b)):
+        a, b = described(a), described(b)
+    product = Product(a, (b,), ("acc",))
     chunk_tiles, columns = ceil_div(chunk, tiles.m), ceil_div(scatter.n, tiles.n)
     row_span = Span("row", "(chunk + 1) * CHUNK", chunk % tiles.m == 0)
     column_span = Span("column", "N", scatter.n % tiles.n == 0)
@@ -165,8 +174,8 @@ def emit(scatter: GemmScatter) -> Kernel:
         ),
         "gemm_scatter",
         (
-            a.argument(tiles, described),
-            b.argument(tiles, described),
+            a.argument(tiles),
+            b.argument(tiles),
             Argument("c", "pointer", scatter.dtype),
             Argument("slots", "pointer", staged),
             Argument("slots_of", "table"),

@@ -7,7 +7,7 @@ addresses, and what lies outside is masked; masks are left out where the sizes n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msc.codegen.kernels.description import BYTES, SHORT, Argument, Target, Tiles
 from msc.codegen.kernels.source import fill
@@ -22,13 +22,16 @@ class Operand:
     """One factor of a product: contiguous, its dims in the order of `layout`.
 
     layout: "mk" or "km" for the left factor, "nk" or "kn" for the right one; k is contracted.
-    shape: of the whole tensor, in that order.
+    shape: of the whole tensor, in that order. described: moved by a tensor descriptor. stride: the
+    length of a row as text, where it is no constant.
     """
 
     name: str
     layout: str
     shape: tuple[int, int]
     dtype: str
+    described: bool = False
+    stride: str = ""
 
     def __post_init__(self) -> None:
         if self.layout not in _SIDE_OF:
@@ -54,16 +57,18 @@ class Operand:
         """The conversion of its row index, so that offsets beyond 2^31 do not wrap around."""
         return ".to(tl.int64)" if self.shape[0] * self.shape[1] >= _INT32_LIMIT else ""
 
-    def block(self, tiles: Tiles) -> tuple[int, int]:
-        """The block that one step loads, in the order of the layout."""
-        own = tiles.m if self.side == "m" else tiles.n
-        return (tiles.k, own) if self.depth_major else (own, tiles.k)
+    @property
+    def length(self) -> str:
+        """Elements of a row, as text."""
+        return self.stride or str(self.shape[1])
 
-    def argument(self, tiles: Tiles, described: bool) -> Argument:
+    def argument(self, tiles: Tiles) -> Argument:
         """How the kernel takes it."""
-        if described:
-            return Argument(self.name, "descriptor", self.dtype, self.block(tiles))
-        return Argument(self.name, "pointer", self.dtype)
+        if not self.described:
+            return Argument(self.name, "pointer", self.dtype)
+        own = tiles.m if self.side == "m" else tiles.n
+        block = (tiles.k, own) if self.depth_major else (own, tiles.k)
+        return Argument(self.name, "descriptor", self.dtype, block)
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,6 @@ class Product:
     left: Operand
     rights: tuple[Operand, ...]
     accumulators: tuple[str, ...]
-    described: bool
 
     @property
     def dtype(self) -> str:
@@ -91,65 +95,92 @@ class Product:
 
     def zeros(self) -> str:
         """The accumulators before the first step."""
-        return "\n".join(f"{name} = tl.zeros((BM, BN), dtype=tl.float32)" for name in self.accumulators)
+        return "\n".join(
+            f"{name} = tl.zeros((BM, BN), dtype=tl.float32)" for name in self.accumulators
+        )
 
     def steps(self, rows: Span, columns: tuple[Span, ...], depth: Span) -> str:
         """The loop over `depth` that adds to the accumulators."""
-        if self.described:
-            return self._described_steps(rows, columns, depth)
-        return self._pointer_steps(rows, columns, depth)
+        setup: list[str] = []
+        body: list[str] = []
+        moves: list[str] = []
+        operands = (self.left, *self.rights)
+        if not all(operand.described for operand in operands):
+            setup += ["steps = tl.arange(0, BK)", f"depth = {depth.start} + steps"]
+        x = _Reader(self.left, "x", "rows", rows, depth)
+        numbers = ("",) if len(columns) == 1 else ("_0", "_1")
+        ys = [
+            _Reader(right, f"y{number}", f"columns{number}", span, depth)
+            for number, right, span in zip(numbers, self.rights, columns, strict=True)
+        ]
+        for reader in (x, *ys):
+            setup += reader.setup
+            moves += reader.moves
+        body += x.load
+        for accumulator, y in zip(self.accumulators, ys, strict=True):
+            body += y.load
+            body.append(self._dot(accumulator, x.value, y.value))
+        text = """
+            <<setup>>
+            for k in range($start, $end, BK):
+                <<body>>
+        """
+        lines = "\n".join([*body, *moves])
+        return fill(text, setup="\n".join(setup), start=depth.start, end=depth.end, body=lines)
 
     def _dot(self, accumulator: str, x: str, y: str) -> str:
         # float32 is multiplied as such: tensor cores would round it to 10 bits
         precision = ', input_precision="ieee"' if self.dtype == "float32" else ""
         return f"{accumulator} = tl.dot({x}, {y}, {accumulator}{precision})"
 
-    def _described_steps(self, rows: Span, columns: tuple[Span, ...], depth: Span) -> str:
-        body = [f"x = {_descriptor_load(self.left, rows.start)}"]
-        x = "x.T" if self.left.depth_major else "x"
-        for accumulator, right, span in zip(self.accumulators, self.rights, columns, strict=True):
-            body.append(f"y = {_descriptor_load(right, span.start)}")
-            body.append(self._dot(accumulator, x, "y" if right.depth_major else "y.T"))
-        loop = f"for k in range({depth.start}, {depth.end}, BK):\n    <<body>>"
-        return fill(loop, body="\n".join(body))
 
-    def _pointer_steps(self, rows: Span, columns: tuple[Span, ...], depth: Span) -> str:
-        setup = [f"rows = {rows.start} + tl.arange(0, BM)", "steps = tl.arange(0, BK)"]
-        setup.append(f"depth = {depth.start} + steps")
-        setup.append(f"x_at = {_addresses(self.left, 'rows[:, None]', 'depth[None, :]')}")
-        inside = "" if depth.exact else f" & (steps[None, :] < {depth.end} - k)"
-        mask = ("" if rows.exact else f" & (rows[:, None] < {rows.end})") + inside
-        body = [f"x = tl.load(x_at{_masked(mask)})"]
-        moves = [f"x_at += {_stride(self.left)}"]
-        for i, (accumulator, right, span) in enumerate(
-            zip(self.accumulators, self.rights, columns, strict=True)
-        ):
-            own = f"columns_{i}" if len(columns) > 1 else "columns"
-            at = f"y_at_{i}" if len(columns) > 1 else "y_at"
-            setup.append(f"{own} = {span.start} + tl.arange(0, BN)")
-            setup.append(f"{at} = {_addresses(right, f'{own}[None, :]', 'depth[:, None]')}")
-            inside = "" if depth.exact else f" & (steps[:, None] < {depth.end} - k)"
-            mask = ("" if span.exact else f" & ({own}[None, :] < {span.end})") + inside
-            body.append(f"y = tl.load({at}{_masked(mask)})")
-            body.append(self._dot(accumulator, "x", "y"))
-            moves.append(f"{at} += {_stride(right)}")
-        text = """
-            <<setup>>
-            for k in range($start, $end, BK):
-                <<body>>
-        """
-        return fill(
-            text,
-            setup="\n".join(setup),
-            start=depth.start,
-            end=depth.end,
-            body="\n".join([*body, *moves]),
+class _Reader:
+    """The text that loads one factor's block in each step: before the loop, in it, at its end.
+
+    `value` is the block as `tl.dot` wants it, [BM, BK] or [BK, BN].
+    """
+
+    def __init__(self, operand: Operand, name: str, indices: str, own: Span, depth: Span) -> None:
+        self.setup: list[str] = []
+        self.moves: list[str] = []
+        left = operand.side == "m"
+        if operand.described:
+            at = f"k, {own.start}" if operand.depth_major else f"{own.start}, k"
+            self.load = [f"{name} = {operand.name}.load([{at}])"]
+            self.value = name if operand.depth_major != left else f"{name}.T"
+            return
+        self.value = name
+        along, across = (f"{indices}[:, None]", "[None, :]") if left else (
+            f"{indices}[None, :]",
+            "[:, None]",
         )
+        size = "BM" if left else "BN"
+        major, minor = (f"depth{across}", along) if operand.depth_major else (
+            along,
+            f"depth{across}",
+        )
+        self.setup = [
+            f"{indices} = {own.start} + tl.arange(0, {size})",
+            f"{name}_at = {operand.name} + {major}{operand.wide} * {operand.length} + {minor}",
+        ]
+        masks = [
+            "" if own.exact else f"({along} < {own.end})",
+            "" if depth.exact else f"(steps{across} < {depth.end} - k)",
+        ]
+        mask = " & ".join(filter(None, masks))
+        masked = f", mask={mask}, other=0.0" if mask else ""
+        self.load = [f"{name} = tl.load({name}_at{masked})"]
+        self.moves = [f"{name}_at += " + (f"BK * {operand.length}" if operand.depth_major else "BK")]
 
 
 def use_descriptors(target: Target, operands: tuple[Operand, ...]) -> bool:
     """Whether the target has descriptors and all tensors can be described."""
     return target.has_tensor_memory_accelerator and all(operand.aligned for operand in operands)
+
+
+def described(operand: Operand) -> Operand:
+    """The same operand, moved by a tensor descriptor."""
+    return replace(operand, described=True)
 
 
 def element(dtype: str) -> str:
@@ -160,24 +191,3 @@ def element(dtype: str) -> str:
 def short(dtype: str) -> str:
     """The dtype as it is named in a kernel's name: `bf16`."""
     return SHORT[dtype]
-
-
-def _descriptor_load(operand: Operand, start: str) -> str:
-    indices = f"k, {start}" if operand.depth_major else f"{start}, k"
-    return f"{operand.name}.load([{indices}])"
-
-
-def _addresses(operand: Operand, own: str, depth: str) -> str:
-    length = operand.shape[1]
-    wide = operand.wide
-    if operand.depth_major:
-        return f"{operand.name} + {depth}{wide} * {length} + {own}"
-    return f"{operand.name} + {own}{wide} * {length} + {depth}"
-
-
-def _stride(operand: Operand) -> str:
-    return f"BK * {operand.shape[1]}" if operand.depth_major else "BK"
-
-
-def _masked(mask: str) -> str:
-    return f", mask={mask.removeprefix(' & ')}, other=0.0" if mask else ""

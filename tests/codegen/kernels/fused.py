@@ -67,7 +67,7 @@ def run_gather(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    several = len(gather.results) > 1
+    several = len(gather.widths) > 1
     shards = [[random(chunks.chunk, gather.k) for _ in range(ranks)] for _ in range(calls)]
     # both buffers of every rank, and for each its flags and the announcements of the others
     buffers = [
@@ -84,10 +84,10 @@ def run_gather(
             values = {"a": buffer, "flags": flags[rank], "rank": rank, "want": call + want_more}
             results: list[tuple[Tensor, Tensor]] = []
             whole = torch.cat(shards[call - 1]).double()
-            for number, result in enumerate(gather.results):
+            for number, width in enumerate(gather.widths):
                 suffix = f"_{number}" if several else ""
-                b = random(result.n, gather.k)
-                c = poisoned(gather.m, result.n, dtype=dtype)
+                b = random(width, gather.k)
+                c = poisoned(gather.m, width, dtype=dtype)
                 stored = b if gather.b_layout == "nk" else b.t().contiguous()
                 values |= {f"b{suffix}": stored, f"c{suffix}": c}
                 results.append((c, whole @ b.double().t()))
