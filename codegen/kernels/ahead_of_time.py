@@ -119,7 +119,7 @@ def _disassembled(binary: bytes) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        calls = ([tools / "cuobjdump", "-res-usage"], [tools / "nvdisasm", "-c"])
+        calls = ([str(tools / "cuobjdump"), "-res-usage"], [str(tools / "nvdisasm"), "-c"])
         usage, instructions = (
             subprocess.run([*call, file.name], capture_output=True, text=True, check=True).stdout
             for call in calls

@@ -52,7 +52,12 @@ class Epilogue:
     @property
     def label(self) -> str:
         """Its part of a kernel's name."""
-        parts = ("bias" * self.bias, self.activation, "residual" * self.residual, "keep" * self.keep)
+        parts = (
+            "bias" * self.bias,
+            self.activation,
+            "residual" * self.residual,
+            "keep" * self.keep,
+        )
         return "".join(f"_{part}" for part in parts if part)
 
 
@@ -70,9 +75,7 @@ class Store:
     wide: str = ""
 
 
-def store_tile(
-    epilogue: Epilogue, store: Store, rows: Span, columns: Span, parts: int
-) -> str:
+def store_tile(epilogue: Epilogue, store: Store, rows: Span, columns: Span, parts: int) -> str:
     """The text from accumulator(s) to memory.
 
     With two parts, the tile is taken apart by columns, so that staging it takes half the shared
@@ -85,9 +88,7 @@ def store_tile(
     halves: list[list[str]] = [[], []]
     for name in names:
         pair = [f"{name}_left", f"{name}_right"]
-        text.append(
-            f"{', '.join(pair)} = {name}.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()"
-        )
+        text.append(f"{', '.join(pair)} = {name}.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()")
         for half, part in zip(halves, pair, strict=True):
             half.append(part)
     for half, start in zip(halves, (columns.start, f"{columns.start} + BN // 2"), strict=True):
@@ -133,9 +134,7 @@ def _one_part(
     return fill("<<lines>>", lines="\n".join(lines))
 
 
-def _keep(
-    epilogue: Epilogue, store: Store, values: list[str], at: str, masked: str
-) -> list[str]:
+def _keep(epilogue: Epilogue, store: Store, values: list[str], at: str, masked: str) -> list[str]:
     dtype = element(store.dtype)
     if epilogue.activation != "swiglu":
         return [f"tl.store(kept + {at}, {values[0]}.to({dtype}){masked})"]

@@ -1,4 +1,4 @@
-"""All-gather and matrix products in one kernel: a tile starts when the rows that it reads are there.
+"""All-gather and matrix products in one kernel: a tile starts when the rows it reads are there.
 
 Copy engines fill `a`, the buffer of the gathered rows, from the other ranks' shards and raise a
 flag per shard (or per part of one); this rank's own rows are in it from the start. The kernel takes
@@ -116,7 +116,9 @@ def emit(gather: GatherGemm) -> Kernel:
     rights = (b,) * len(gather.epilogue.accumulators)
     product = Product(a, rights, gather.epilogue.accumulators)
     rows = Span("row", "(chunk + 1) * CHUNK", exact)
-    column = Span("column", "width" if several else "N", all(n % tiles.n == 0 for n in gather.widths))
+    column = Span(
+        "column", "width" if several else "N", all(n % tiles.n == 0 for n in gather.widths)
+    )
     spans = (column, Span("N + column", "2 * N", column.exact))[: len(rights)]
     store = Store("c", column.end, gather.dtype, store_described, output.wide)
     columns = [ceil_div(n, tiles.n) for n in gather.widths]
@@ -188,7 +190,11 @@ def _arguments(
 ) -> tuple[Argument, ...]:
     tiles, dtype = gather.tiles, gather.dtype
     block = (tiles.m, tiles.n // tiles.parts)
-    result = Argument("c", "descriptor", dtype, block) if store_described else Argument("c", "pointer", dtype)
+    result = (
+        Argument("c", "descriptor", dtype, block)
+        if store_described
+        else Argument("c", "pointer", dtype)
+    )
     own = (b.argument(tiles), result, *gather.epilogue.arguments(dtype))
     if len(gather.widths) > 1:
         own = tuple(
@@ -219,7 +225,9 @@ def _choice(gather: GatherGemm, columns: list[int]) -> str:
         lines.append("else:" if last else condition)
         lines.extend(f"    {name} = {name}_{number}" for name in names)
         lines.append(f"    width = {width}")
-        lines.append(f"    column = (tile_n - {start}) * BN" if start else "    column = tile_n * BN")
+        lines.append(
+            f"    column = (tile_n - {start}) * BN" if start else "    column = tile_n * BN"
+        )
         start += count
     lines.extend(f"{name} = tl.multiple_of({name}, 16)" for name in names)
     common = math.gcd(16, *gather.widths)

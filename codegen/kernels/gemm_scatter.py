@@ -139,9 +139,7 @@ def emit(scatter: GemmScatter) -> Kernel:
     text = fill(
         KERNEL,
         zeros=product.zeros(),
-        steps=product.steps(
-            row_span, (column_span,), Span("0", "K", scatter.k % tiles.k == 0)
-        ),
+        steps=product.steps(row_span, (column_span,), Span("0", "K", scatter.k % tiles.k == 0)),
         staged=element(staged),
         result=element(scatter.dtype),
         wide=slots.wide,

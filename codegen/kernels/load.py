@@ -58,10 +58,10 @@ def bind(kernel: Kernel, values: Mapping[str, Any]) -> tuple[Any, ...]:
     """
     wanted = {argument.name for argument in kernel.arguments}
     if wanted != set(values):
-        raise ValueError(
-            f"{kernel.name} takes {sorted(wanted)}, and was given {sorted(values)}"
-        )
-    return tuple(_bound(kernel, argument.name, values[argument.name]) for argument in kernel.arguments)
+        raise ValueError(f"{kernel.name} takes {sorted(wanted)}, and was given {sorted(values)}")
+    return tuple(
+        _bound(kernel, argument.name, values[argument.name]) for argument in kernel.arguments
+    )
 
 
 def launch(kernel: Kernel, values: Mapping[str, Any]) -> None:

@@ -107,10 +107,10 @@ class Product:
         operands = (self.left, *self.rights)
         if not all(operand.described for operand in operands):
             setup += ["steps = tl.arange(0, BK)", f"depth = {depth.start} + steps"]
-        x = _Reader(self.left, "x", "rows", rows, depth)
+        x = _Reader(self.left, "left", "rows", rows, depth)
         numbers = ("",) if len(columns) == 1 else ("_0", "_1")
         ys = [
-            _Reader(right, f"y{number}", f"columns{number}", span, depth)
+            _Reader(right, f"right{number}", f"columns{number}", span, depth)
             for number, right, span in zip(numbers, self.rights, columns, strict=True)
         ]
         for reader in (x, *ys):
@@ -150,14 +150,22 @@ class _Reader:
             self.value = name if operand.depth_major != left else f"{name}.T"
             return
         self.value = name
-        along, across = (f"{indices}[:, None]", "[None, :]") if left else (
-            f"{indices}[None, :]",
-            "[:, None]",
+        along, across = (
+            (f"{indices}[:, None]", "[None, :]")
+            if left
+            else (
+                f"{indices}[None, :]",
+                "[:, None]",
+            )
         )
         size = "BM" if left else "BN"
-        major, minor = (f"depth{across}", along) if operand.depth_major else (
-            along,
-            f"depth{across}",
+        major, minor = (
+            (f"depth{across}", along)
+            if operand.depth_major
+            else (
+                along,
+                f"depth{across}",
+            )
         )
         self.setup = [
             f"{indices} = {own.start} + tl.arange(0, {size})",
@@ -170,7 +178,9 @@ class _Reader:
         mask = " & ".join(filter(None, masks))
         masked = f", mask={mask}, other=0.0" if mask else ""
         self.load = [f"{name} = tl.load({name}_at{masked})"]
-        self.moves = [f"{name}_at += " + (f"BK * {operand.length}" if operand.depth_major else "BK")]
+        self.moves = [
+            f"{name}_at += " + (f"BK * {operand.length}" if operand.depth_major else "BK")
+        ]
 
 
 def use_descriptors(target: Target, operands: tuple[Operand, ...]) -> bool:

@@ -33,7 +33,7 @@ class Deadlock(RuntimeError):
     """No program can go on; the message names those that wait."""
 
 
-class Task(greenlet):
+class Task(greenlet):  # type: ignore[misc]  # greenlet has no types
     """A coroutine of one rank: a program of a kernel, or a copy engine."""
 
     def __init__(self, name: str, rank: int, run: Callable[[], None]) -> None:
@@ -206,7 +206,7 @@ class Executor:
 
     def _stuck(self) -> str:
         behind = sum(len(launch.waiting) for rank in self._ranks for launch in rank.launches)
-        names = ", ".join(task.name for task in self._live[:8])
+        names = ", ".join(sorted(task.name for task in self._live)[:8])
         more = f" and {len(self._live) - 8} more" if len(self._live) > 8 else ""
         return f"{len(self._live)} tasks wait, {behind} programs have not started: {names}{more}"
 
@@ -244,23 +244,26 @@ class Executor:
         return hooked
 
     def _on_load(
-        self, task: Task, builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any
+        self,
+        task: Task,
+        builder: Any,
+        pointers: Any,
+        mask: Any,
+        other: Any,
+        *rest: Any,
+        **named: Any,
     ) -> Any:
         mask = self._as_handle(mask)
         shape = pointers.data.shape
         inside = np.broadcast_to(mask.data, shape)
 
         def fresh() -> Any:
-            found = self._original["create_masked_load"](
+            return self._original["create_masked_load"](
                 builder, pointers, mask, other, None, None, False
-            )
-            nonlocal dtype
-            dtype = found.dtype
-            return found.data
+            ).data
 
-        dtype: Any = None
         data = self._memory.load(task.view, pointers.data, inside, fresh, self._bulk)
-        return self._handle(data, dtype)
+        return self._handle(data, pointers.get_element_ty())
 
     def _on_store(
         self, task: Task, builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any
@@ -269,7 +272,15 @@ class Executor:
         self._memory.store(task.view, pointers.data, value.data, mask.data, self._bulk)
 
     def _on_atomic(
-        self, task: Task, builder: Any, op: Any, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any
+        self,
+        task: Task,
+        builder: Any,
+        op: Any,
+        pointer: Any,
+        value: Any,
+        mask: Any,
+        sem: Any,
+        scope: Any,
     ) -> Any:
         from triton.runtime import interpreter
 

@@ -80,7 +80,9 @@ class Memory:
         self._lost: list[_Overwritten] = []
         self.version = 0
 
-    def load(self, view: View, addresses: Array, mask: Array, fresh: Callable[[], Array], bulk: bool) -> Array:
+    def load(
+        self, view: View, addresses: Array, mask: Array, fresh: Callable[[], Array], bulk: bool
+    ) -> Array:
         """`fresh()` (what memory has), with some elements as they were before others' stores."""
         used = addresses[mask]
         if not used.size:
