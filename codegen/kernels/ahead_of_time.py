@@ -19,6 +19,7 @@ from msc.codegen.kernels.load import function, interpreting
 from msc.codegen.kernels.ptx_order import findings
 
 _NUMBERS = {"int32": "i32", "int64": "i64", "float32": "fp32"}
+_STORED = {"int32": "i32", "int64": "i64", "float64": "fp64"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _type(argument: Argument) -> str:
         return _NUMBERS[argument.kind]
     if argument.kind == "table":
         return "*i64"
-    dtype = SHORT.get(argument.dtype, argument.dtype.replace("uint", "u").replace("int", "i"))
+    dtype = _STORED.get(argument.dtype) or SHORT[argument.dtype]
     if argument.kind == "descriptor":
         return f"tensordesc<{dtype}[{','.join(map(str, argument.block))}]>"
     return f"*{dtype}"
