@@ -197,7 +197,10 @@ def attentions(model: Model, target: Target) -> Iterator[Kernel]:
         ]
     hopper = target.has_tensor_memory_accelerator
     forward = Tiles(128, 128 if hopper else 64, 0, warps=8, stages=2)
-    keys = Tiles(64, 64, 0, warps=8, stages=2)
+    shared = model.heads > model.groups  # a program adds up what several heads give
+    keys = Tiles(32, 64 if shared else 128, 0, warps=8, stages=2)
+    if not hopper:
+        keys = Tiles(64, 64, 0, warps=8, stages=2)
     queries = Tiles(128, 64 if hopper else 32, 0, warps=8, stages=2)
     for attention in variants:
         yield attention_forward.emit(attention, forward)

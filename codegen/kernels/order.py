@@ -23,11 +23,3 @@ def tile_at(index):
 def plain(rows: int, group: int) -> str:
     """The function `tile_at(index)` of a result that has `rows` rows of tiles (TILES_M)."""
     return fill(PLAIN, height="GROUP" if rows % group == 0 else "min(TILES_M - first, GROUP)")
-
-
-def tile_at(index: int, rows: int, columns: int, group: int) -> tuple[int, int]:
-    """The same in Python: row and column of a tile, for the schedule model and tests."""
-    first = index // (group * columns) * group
-    inside = index % (group * columns)
-    height = min(rows - first, group)
-    return first + inside % height, inside // height
