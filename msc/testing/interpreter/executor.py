@@ -83,6 +83,7 @@ class Executor:
         self._engines: list[Task] = []
         self._functions: list[Any] = []
         self._live: list[Task] = []
+        self._draining: list[Task] = []  # ended, but not all that they stored is visible yet
         self._launch_of: dict[Task, Launch] = {}
         self._bulk = False  # inside a load or store by a tensor descriptor
         self._builder = interpreter.InterpreterBuilder
@@ -162,16 +163,22 @@ class Executor:
 
         for _ in range(STEP_LIMIT):
             self._start_programs()
-            if not self._live:
+            if not self._live and not self._draining:
                 return
             ready = [task for task in self._live if task.polled_at != self._memory.version]
+            ready += self._draining
             if not ready:
-                holders = [task for task in self._live if task.view.pending]
-                if not holders:
+                ready = [task for task in self._live if task.view.pending]
+                if not ready:
                     raise Deadlock(self._stuck())
-                self._memory.drain(self._rng.choice(holders).view)
+                self._memory.drain(self._rng.choice(ready).view)
                 continue
             task = self._rng.choice(ready)
+            if task.dead:
+                for _ in range(self._rng.randint(1, len(task.view.pending))):
+                    self._memory.drain(task.view)
+                self._finish_if_drained(task)
+                continue
             if task.grid is not None:
                 interpreter.interpreter_builder.grid_dim = task.grid
                 interpreter.interpreter_builder.grid_idx = task.index
@@ -197,12 +204,20 @@ class Executor:
                 rank.live += 1
 
     def _end(self, task: Task) -> None:
-        self._memory.end(task.view)
         self._live.remove(task)
         if task in self._launch_of:
-            self._launch_of[task].running -= 1
             self._ranks[task.rank].live -= 1
-            self._memory.version += 1  # the end of a launch is what copy engines may wait for
+        self._draining.append(task)
+        self._finish_if_drained(task)
+
+    def _finish_if_drained(self, task: Task) -> None:
+        """A launch has ended when all that its programs stored is visible."""
+        if task.view.pending:
+            return
+        self._draining.remove(task)
+        if task in self._launch_of:
+            self._launch_of[task].running -= 1
+            self._memory.version += 1  # copy engines may wait for the end of a launch
 
     def _stuck(self) -> str:
         behind = sum(len(launch.waiting) for rank in self._ranks for launch in rank.launches)

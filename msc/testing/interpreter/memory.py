@@ -131,11 +131,6 @@ class Memory:
         self.acquire(view)
         self.fence_bulk(view)
 
-    def end(self, view: View) -> None:
-        """A program ends: everything is written."""
-        while view.pending:
-            self._commit(view, view.pending[0])
-
     def drain(self, view: View) -> None:
         """One buffered store of the program, drawn by chance, becomes visible."""
         self._commit(view, self._rng.choice(view.pending))
