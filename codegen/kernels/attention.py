@@ -1,10 +1,11 @@
 """What attention kernels have in common: their description, their masks, and how blocks are read.
 
 Dao, "FlashAttention-2", ICLR 2024: the scores of a block of queries and a block of keys are never
-in memory. Sliding windows, causal masks and documents skip what no query of a block sees, and blocks
-that all of its queries see whole are computed without a mask.
+in memory. Sliding windows and causal masks skip what no query of a block sees, and blocks that all
+of its queries see whole are computed without a mask.
 
-Tensors are [b, s, h, d] in memory, as `msc.attention` has them, seen as [b s, h d]; lse is [b, s, h].
+Tensors are [b, s, h, d] in memory, as `msc.attention` has them, and descriptors see them as
+[b s, h d]; lse and delta are float32 [b, s, h].
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class Attention:
 class Block:
     """How blocks of rows of one head are read and written.
 
-    rows: the name of the row indices, in the text; start: of the first one.
+    exact: no block overhangs the end of the sequence. `rows` is the name of the row indices in the
+    text, `start` of the first one.
     """
 
     attention: Attention
@@ -124,6 +126,7 @@ class Block:
     heads: str
     head: str
     described: bool
+    exact: bool
 
     def load(self, name: str, start: str, rows: str) -> str:
         """`name = [rows, BD]`; what lies outside is zero."""
@@ -151,11 +154,11 @@ class Block:
         return f"{row} + ({self.head} * D + lanes)[None, :]"
 
     def _mask(self, rows: str) -> str:
-        # a tail of rows would be another sample's
-        masks = [f"({rows}[:, None] < LENGTH)"]
+        # the rows after the last are another sample's
+        masks = [] if self.exact else [f"({rows}[:, None] < LENGTH)"]
         if self.attention.lanes != self.attention.head_size:
             masks.append("(lanes[None, :] < D)")
-        return f", mask={' & '.join(masks)}"
+        return f", mask={' & '.join(masks)}" if masks else ""
 
 
 def numbers(tensor: str, name: str, rows: str) -> str:
@@ -181,9 +184,13 @@ def scale(attention: Attention, scores: str) -> str:
     return f"{bent}\n{scores} = bent * (CAP * LOG2_E)"
 
 
-def visible(attention: Attention, queries: str, keys: str, documents: tuple[str, str]) -> str:
-    """The mask of a block as an expression: all conditions, also those of the sequence's end."""
-    conditions = [f"({keys} < LENGTH)", f"({queries} < LENGTH)"]
+def visible(
+    attention: Attention, tiles: Tiles, queries: str, keys: str, documents: tuple[str, str]
+) -> str:
+    """The mask of a block as an expression, also for the end of a sequence that blocks overhang."""
+    conditions: list[str] = []
+    if not attention.exact(tiles.m, tiles.n):
+        conditions = [f"({keys} < LENGTH)", f"({queries} < LENGTH)"]
     if attention.causal:
         conditions.append(f"({queries} >= {keys})")
     if attention.window:
@@ -211,7 +218,11 @@ def key_loops(attention: Attention, tiles: Tiles, masked: str, unmasked: str) ->
     # and those that begin after the last query's window has begun are inside of all windows
     edge = f"full_low = tl.maximum({low}, (first + BM - WINDOW + BN - 1) // BN * BN)"
     clamp = f"full_low = tl.minimum(full_low, {full_high})"
-    phases = [(low, "full_low", masked), ("full_low", full_high, unmasked), (full_high, high, masked)]
+    phases = [
+        (low, "full_low", masked),
+        ("full_low", full_high, unmasked),
+        (full_high, high, masked),
+    ]
     return "\n".join([edge, clamp, _loops(phases, "BN")])
 
 
@@ -235,7 +246,11 @@ def query_loops(attention: Attention, tiles: Tiles, masked: str, unmasked: str) 
         f"full_high = tl.maximum({low}, tl.minimum(LENGTH, (first + WINDOW) // BM * BM))",
         f"full_low = tl.minimum({full_low}, full_high)",
     ]
-    phases = [(low, "full_low", masked), ("full_low", "full_high", unmasked), ("full_high", high, masked)]
+    phases = [
+        (low, "full_low", masked),
+        ("full_low", "full_high", unmasked),
+        ("full_high", high, masked),
+    ]
     return "\n".join([*edges, _loops(phases, "BM")])
 
 

@@ -111,7 +111,7 @@ _BEND = "slopes = slopes * (1.0 - bent * bent)"
 
 def emit_delta(attention: Attention, tiles: Tiles) -> Kernel:
     """delta [b, s, h] from gy and out; tiles.m queries a program."""
-    blocks = _blocks(attention, described=False)
+    blocks = _blocks(attention, False, attention.exact(tiles.m))
     text = fill(
         DELTA,
         gradient=blocks["gy"].load("gradient", "first", "queries"),
@@ -129,7 +129,7 @@ def emit_delta(attention: Attention, tiles: Tiles) -> Kernel:
 def emit_keys(attention: Attention, tiles: Tiles) -> Kernel:
     """dk and dv; tiles: steps of m queries, n keys a program."""
     described = attention.described(tiles.m, tiles.n)
-    blocks = _blocks(attention, described)
+    blocks = _blocks(attention, described, attention.exact(tiles.m, tiles.n))
     text = fill(
         KEYS,
         documents=", documents" * attention.documents,
@@ -140,8 +140,8 @@ def emit_keys(attention: Attention, tiles: Tiles) -> Kernel:
         loops=query_loops(
             attention,
             tiles,
-            _keys_step(attention, blocks, masked=True),
-            _keys_step(attention, blocks, masked=False),
+            _keys_step(attention, tiles, blocks, masked=True),
+            _keys_step(attention, tiles, blocks, masked=False),
         ),
         store_key=blocks["dk"].store("key_acc * SCALE", "first", "keys"),
         store_value=blocks["dv"].store("value_acc", "first", "keys"),
@@ -155,7 +155,7 @@ def emit_keys(attention: Attention, tiles: Tiles) -> Kernel:
 def emit_queries(attention: Attention, tiles: Tiles) -> Kernel:
     """dq; tiles: m queries a program, steps of n keys."""
     described = attention.described(tiles.m, tiles.n)
-    blocks = _blocks(attention, described)
+    blocks = _blocks(attention, described, attention.exact(tiles.m, tiles.n))
     text = fill(
         QUERIES,
         documents=", documents" * attention.documents,
@@ -168,8 +168,8 @@ def emit_queries(attention: Attention, tiles: Tiles) -> Kernel:
         loops=key_loops(
             attention,
             tiles,
-            _queries_step(attention, blocks, masked=True),
-            _queries_step(attention, blocks, masked=False),
+            _queries_step(attention, tiles, blocks, masked=True),
+            _queries_step(attention, tiles, blocks, masked=False),
         ),
         store=blocks["dq"].store("acc * SCALE", "first", "queries"),
     )
@@ -179,20 +179,19 @@ def emit_queries(attention: Attention, tiles: Tiles) -> Kernel:
     return _kernel(attention, tiles, "attention_backward_queries", text, arguments, grid)
 
 
-def _blocks(attention: Attention, described: bool) -> dict[str, Block]:
+def _blocks(attention: Attention, described: bool, exact: bool) -> dict[str, Block]:
     of_queries = ("q", "gy", "out", "dq")
     of_keys = ("k", "v", "dk", "dv")
-    found = {name: Block(attention, name, "HEADS", "head", described) for name in of_queries}
-    return found | {
-        name: Block(attention, name, "GROUPS", "group", described) for name in of_keys
-    }
+    rest = (described, exact)
+    found = {name: Block(attention, name, "HEADS", "head", *rest) for name in of_queries}
+    return found | {name: Block(attention, name, "GROUPS", "group", *rest) for name in of_keys}
 
 
-def _keys_step(attention: Attention, blocks: dict[str, Block], masked: bool) -> str:
+def _keys_step(attention: Attention, tiles: Tiles, blocks: dict[str, Block], masked: bool) -> str:
     names = ("own[None, :]", "other[:, None]")
-    condition = visible(attention, "queries[None, :]", "keys[:, None]", names)
+    condition = visible(attention, tiles, "queries[None, :]", "keys[:, None]", names)
     own = document_numbers(attention, "own", "queries")
-    hidden = f"weights = tl.where({condition}, weights, 0.0)"
+    hidden = f"shown = {condition}\nweights = tl.where(shown, weights, 0.0)"
     return fill(
         KEYS_STEP,
         query=blocks["q"].load("query", "start", "queries"),
@@ -206,11 +205,13 @@ def _keys_step(attention: Attention, blocks: dict[str, Block], masked: bool) -> 
     )
 
 
-def _queries_step(attention: Attention, blocks: dict[str, Block], masked: bool) -> str:
+def _queries_step(
+    attention: Attention, tiles: Tiles, blocks: dict[str, Block], masked: bool
+) -> str:
     names = ("own[:, None]", "other[None, :]")
-    condition = visible(attention, "queries[:, None]", "keys[None, :]", names)
+    condition = visible(attention, tiles, "queries[:, None]", "keys[None, :]", names)
     other = document_numbers(attention, "other", "keys")
-    hidden = f"weights = tl.where({condition}, weights, 0.0)"
+    hidden = f"shown = {condition}\nweights = tl.where(shown, weights, 0.0)"
     return fill(
         QUERIES_STEP,
         keys="keys = start + tl.arange(0, BN)" if masked or not blocks["k"].described else "",

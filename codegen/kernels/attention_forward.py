@@ -62,7 +62,7 @@ def emit(attention: Attention, tiles: Tiles) -> Kernel:
     """The kernel; tiles: m queries by n keys, warps and stages."""
     described = attention.described(tiles.m, tiles.n)
     heads = {
-        name: Block(attention, name, *side, described)
+        name: Block(attention, name, *side, described, attention.exact(tiles.m, tiles.n))
         for name, side in {
             "q": ("HEADS", "head"),
             "k": ("GROUPS", "group"),
@@ -79,8 +79,8 @@ def emit(attention: Attention, tiles: Tiles) -> Kernel:
         loops=key_loops(
             attention,
             tiles,
-            _step(attention, heads, masked=True),
-            _step(attention, heads, masked=False),
+            _step(attention, tiles, heads, masked=True),
+            _step(attention, tiles, heads, masked=False),
         ),
         store=heads["out"].store("acc / total[:, None]", "first", "queries"),
     )
@@ -109,14 +109,14 @@ def emit(attention: Attention, tiles: Tiles) -> Kernel:
     )
 
 
-def _step(attention: Attention, heads: dict[str, Block], masked: bool) -> str:
+def _step(attention: Attention, tiles: Tiles, heads: dict[str, Block], masked: bool) -> str:
     mask = ""
     if masked:
         names = ("own[:, None]", "other[None, :]")
-        condition = visible(attention, "queries[:, None]", "keys[None, :]", names)
+        condition = visible(attention, tiles, "queries[:, None]", "keys[None, :]", names)
         other = document_numbers(attention, "other", "keys")
-        hidden = f'scores = tl.where({condition}, scores, float("-inf"))'
-        mask = "\n".join(filter(None, [other, hidden]))
+        hidden = 'scores = tl.where(shown, scores, float("-inf"))'
+        mask = "\n".join(filter(None, [other, f"shown = {condition}", hidden]))
     # a row that has seen no key yet: -inf minus -inf would be no number
     finite = 'finite = tl.where(higher == float("-inf"), 0.0, higher)'
     return fill(

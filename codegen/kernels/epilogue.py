@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from msc.codegen.kernels.description import Argument
 from msc.codegen.kernels.product import Span, element
-from msc.codegen.kernels.source import fill
 from msc.ir.errors import PlanError
 
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "swiglu")
@@ -106,42 +105,48 @@ def _one_part(
     width: str,
 ) -> str:
     value = values[0]
-    addressed = not store.described or epilogue.residual or epilogue.keep
     lines: list[str] = []
-    mask = "" if columns.exact else f" & (out_columns[None, :] < {columns.end})"
-    if addressed:
-        lines.append(f"out_rows = {rows.start} + tl.arange(0, BM)")
-        mask = ("" if rows.exact else f" & (out_rows[:, None] < {rows.end})") + mask
+    addressed = not store.described or epilogue.residual or epilogue.keep
     if addressed or epilogue.bias:
         lines.append(f"out_columns = {columns.start} + tl.arange(0, {width})")
-    at = f"out_rows[:, None]{store.wide} * {store.width} + out_columns[None, :]"
-    masked = f", mask={mask.removeprefix(' & ')}" if mask else ""
+    masks = [
+        "" if rows.exact else f"(out_rows[:, None] < {rows.end})",
+        "" if columns.exact else f"(out_columns[None, :] < {columns.end})",
+    ]
+    mask = " & ".join(filter(None, masks))
+    masked = ", mask=inside" if mask else ""
+    if addressed:
+        lines.append(f"out_rows = {rows.start} + tl.arange(0, BM)")
+        lines.append(f"at = out_rows[:, None]{store.wide} * {store.width} + out_columns[None, :]")
+        if mask:
+            lines.append(f"inside = {mask}")
     if epilogue.bias:
-        inside = "" if columns.exact else f", mask=out_columns < {columns.end}, other=0.0"
-        load = f"tl.load(bias + out_columns{inside}).to(tl.float32)"
-        lines.append(f"{value} += {load}[None, :]")
+        there = "" if columns.exact else f", mask=out_columns < {columns.end}, other=0.0"
+        lines.append(f"shift = tl.load(bias + out_columns{there}).to(tl.float32)")
+        lines.append(f"{value} += shift[None, :]")
     if epilogue.keep:
-        lines.extend(_keep(epilogue, store, values, at, masked))
+        lines.extend(_keep(epilogue, store, values, masked))
     lines.extend(_activation(epilogue.activation, values))
     if epilogue.residual:
         other = f"{masked}, other=0.0" if masked else ""
-        lines.append(f"{value} += tl.load(residual + {at}{other}).to(tl.float32)")
+        lines.append(f"{value} += tl.load(residual + at{other}).to(tl.float32)")
     rounded = f"{value}.to({element(store.dtype)})"
     if store.described:
         lines.append(f"{store.name}.store([{rows.start}, {columns.start}], {rounded})")
     else:
-        lines.append(f"tl.store({store.name} + {at}, {rounded}{masked})")
-    return fill("<<lines>>", lines="\n".join(lines))
+        lines.append(f"tl.store({store.name} + at, {rounded}{masked})")
+    return "\n".join(lines)
 
 
-def _keep(epilogue: Epilogue, store: Store, values: list[str], at: str, masked: str) -> list[str]:
+def _keep(epilogue: Epilogue, store: Store, values: list[str], masked: str) -> list[str]:
     dtype = element(store.dtype)
     if epilogue.activation != "swiglu":
-        return [f"tl.store(kept + {at}, {values[0]}.to({dtype}){masked})"]
-    gate_at = f"out_rows[:, None]{store.wide} * 2 * {store.width} + out_columns[None, :]"
+        return [f"tl.store(kept + at, {values[0]}.to({dtype}){masked})"]
+    twice = f"2 * {store.width}"
     return [
-        f"tl.store(kept + {gate_at}, {values[0]}.to({dtype}){masked})",
-        f"tl.store(kept + {gate_at} + {store.width}, {values[1]}.to({dtype}){masked})",
+        f"kept_at = out_rows[:, None]{store.wide} * ({twice}) + out_columns[None, :]",
+        f"tl.store(kept + kept_at, {values[0]}.to({dtype}){masked})",
+        f"tl.store(kept + kept_at + {store.width}, {values[1]}.to({dtype}){masked})",
     ]
 
 

@@ -188,7 +188,9 @@ def emit_backward(norm: Norm) -> Kernel:
         center=_CENTER_AGAIN if norm.layer else "",
         sums=_adds(sums),
         slope="slope = slope - tl.sum(slope, axis=0) / WIDTH" if norm.layer else "",
-        residual="result += tl.load(g_summed + at, mask=inside, other=0.0)" if norm.residual else "",
+        residual="result += tl.load(g_summed + at, mask=inside, other=0.0)"
+        if norm.residual
+        else "",
         store=_stores(sums, "tl.program_id(0)"),
     )
     return _kernel(norm, "norm_backward", text, _arguments(norm, names, numbers))

@@ -2,9 +2,11 @@
 
 A table has the address of every tensor, another says which piece of which tensor a program works
 on, so that neither the number nor the sizes of the tensors need a launch of their own. Numbers that
-change from step to step are read from memory, so that a CUDA graph may hold the launch. LAMB (You et
-al., ICLR 2020) needs norms of whole tensors: its first kernel writes squared norms per piece, and a
-second adds up those of a tensor in order; after the ranks have summed them, the third takes the step.
+change from step to step are read from memory, so that a CUDA graph may hold the launch.
+
+LAMB (You et al., ICLR 2020) needs norms of whole tensors. Its first kernel writes squared norms of
+pieces, a second adds up those of a tensor in order, and after the ranks have summed them, the third
+takes the step.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def adam(parameters, gradients, firsts, seconds, lengths, tensors, starts, scala
 
 LAMB_MOMENTS = """
 @triton.jit
-def lamb_moments(parameters, gradients, firsts, seconds, lengths, tensors, starts, scalars, squares):
+def lamb_moments(
+    parameters, gradients, firsts, seconds, lengths, tensors, starts, scalars, squares
+):
     <<place>>
     <<state>>
     if skip == 0.0:

@@ -1,4 +1,4 @@
-"""The model of a fused kernel's tiles: by hand, against bounds, and the shares that must be hidden."""
+"""The model of a fused kernel's tiles: by hand, within bounds, and the shares to be hidden."""
 
 from __future__ import annotations
 

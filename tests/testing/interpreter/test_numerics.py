@@ -1,4 +1,4 @@
-"""bfloat16 in the interpreter: rounding, arithmetic and products as torch has them, and not without."""
+"""bfloat16 in the interpreter: rounding and arithmetic as torch has them, and not without."""
 
 from __future__ import annotations
 
