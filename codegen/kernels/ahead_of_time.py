@@ -18,7 +18,7 @@ from msc.codegen.kernels.description import SHORT, Argument, Kernel
 from msc.codegen.kernels.load import function, interpreting
 from msc.codegen.kernels.ptx_order import findings
 
-_NUMBERS = {"int32": "i32", "int64": "i64", "float32": "fp32"}
+_NUMBERS = {"int32": "i32", "int64": "i64"}
 _STORED = {"int32": "i32", "int64": "i64", "float64": "fp64"}
 
 

@@ -16,7 +16,7 @@ from msc.codegen.kernels.source import fill, module
 BLOCK = 4096
 
 TERMS = """
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def cross_entropy_terms(logits, target, lse, target_logit, start):
     row = tl.program_id(0)
     at = logits + row.to(tl.int64) * WIDTH
@@ -40,7 +40,7 @@ def cross_entropy_terms(logits, target, lse, target_logit, start):
 """
 
 GRADIENT = """
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def cross_entropy_gradient(logits, target, lse, g_lse, g_target, gradient, start):
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

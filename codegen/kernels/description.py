@@ -53,7 +53,8 @@ class Argument:
     """One argument of a kernel.
 
     kind: "pointer" to elements of `dtype`; "descriptor" of a contiguous 2-D tensor, moved in
-    `block`s; "table" of int64 addresses; or a number: "int32", "int64", "float32".
+    `block`s; "table" of int64 addresses; or a number, "int32" or "int64", whose value no kernel is
+    specialized for.
     """
 
     name: str

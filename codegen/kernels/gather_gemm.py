@@ -38,7 +38,7 @@ from msc.codegen.kernels.source import fill, module
 from msc.ir.errors import PlanError
 
 KERNEL = """
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "want"])
 def gather_gemm($arguments):
     for tile in range(tl.program_id(0), RANKS * CHUNK_TILES_M * TILES_N, PROGRAMS):
         chunk, tile_m, tile_n = tile_at(tile, rank)

@@ -35,7 +35,7 @@ from msc.codegen.kernels.source import fill, module
 from msc.ir.errors import PlanError
 
 KERNEL = """
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "want"])
 def gather_weight_gradient(dy, x, dw, flags, rank, want):
     for tile in range(tl.program_id(0), TILES_M * TILES_N, PROGRAMS):
         tile_m, tile_n = tile_at(tile)

@@ -39,7 +39,7 @@ from msc.codegen.kernels.protocol import Chunks
 from msc.codegen.kernels.source import fill, module
 
 KERNEL = """
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "want"])
 def gemm_scatter(a, b, c, slots, slots_of, counters, counters_of, rank, want):
     for tile in range(tl.program_id(0), RANKS * CHUNK_TILES_M * TILES_N, PROGRAMS):
         chunk, tile_m, tile_n = tile_at(tile, rank)

@@ -81,8 +81,6 @@ def _bound(kernel: Kernel, name: str, value: Any) -> Any:
     argument = _by_name(kernel)[name]
     if argument.kind in ("int32", "int64"):
         return int(value)
-    if argument.kind == "float32":
-        return float(value)
     dtype = torch.int64 if argument.kind == "table" else getattr(torch, argument.dtype)
     if value.dtype != dtype or not value.is_contiguous():
         raise ValueError(

@@ -94,7 +94,7 @@ def lamb_norms(squares, ends, norms):
 """
 
 LAMB_STEP = """
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def lamb_step(parameters, firsts, seconds, lengths, tensors, starts, scalars, norms, count):
     <<place>>
     if skip == 0.0:

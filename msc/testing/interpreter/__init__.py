@@ -1,7 +1,7 @@
 """Runs Triton kernels on the CPU, in Triton's interpreter: with bfloat16 as a GPU computes it, and
 with the programs of several ranks at once under a weak memory model.
 
-    with exact_bfloat16():
+    with interpreted():
         launch(kernel, tensors)                    one kernel, alone
 
     executor = Executor(seed=3, ranks=4)           several ranks that wait for each other
@@ -11,7 +11,7 @@ with the programs of several ranks at once under a weak memory model.
 Triton interprets only where TRITON_INTERPRET=1 was set before it was first imported.
 """
 
+from msc.testing.interpreter.assembly import interpreted
 from msc.testing.interpreter.executor import Deadlock, Executor
-from msc.testing.interpreter.numerics import exact_bfloat16
 
-__all__ = ["Deadlock", "Executor", "exact_bfloat16"]
+__all__ = ["Deadlock", "Executor", "interpreted"]

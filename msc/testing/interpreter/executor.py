@@ -22,6 +22,7 @@ from greenlet import getcurrent, greenlet
 
 from msc.codegen.kernels.description import Kernel
 from msc.codegen.kernels.load import bind, function
+from msc.testing.interpreter.assembly import PROXY_FENCE, Results, fences
 from msc.testing.interpreter.memory import Memory, View
 from msc.testing.interpreter.numerics import exact_bfloat16
 from msc.testing.interpreter.patching import replaced
@@ -321,15 +322,12 @@ class Executor:
     def _on_asm(
         self, task: Task, builder: Any, text: str, constraints: str, values: list[Any], *rest: Any
     ) -> Any:
-        for line in filter(None, (part.strip() for part in text.split(";"))):
-            if line == "fence.proxy.async.global":
+        for fence in fences(text):
+            if fence == PROXY_FENCE:
                 self._memory.fence_bulk(task.view)
-            elif line == "cp.async.bulk.wait_group 0":
+            else:
                 self._memory.finish_bulk(task.view)
-            elif not line.startswith("mov.u32"):
-                raise NotImplementedError(f"inline assembly that kernels may not use: {line}")
-        handle = self._handle(values[0].data.copy(), values[0].dtype)
-        return _Results(handle)
+        return Results(self._handle(values[0].data.copy(), values[0].dtype))
 
     def _as_handle(self, mask: Any) -> Any:
         from triton import language
@@ -358,16 +356,6 @@ _HOOKED = (
     "create_descriptor_store",
     "create_inline_asm",
 )
-
-
-@dataclass
-class _Results:
-    """Looks like an operation with one result."""
-
-    value: Any
-
-    def get_result(self, index: int) -> Any:
-        return self.value
 
 
 class CopyEngine:

@@ -14,7 +14,7 @@ from msc.codegen.kernels.description import SM_80
 from msc.codegen.kernels.load import launch
 from msc.codegen.kernels.norm import Norm
 from msc.ir.errors import PlanError
-from msc.testing.interpreter import exact_bfloat16
+from msc.testing.interpreter import interpreted
 from tests.codegen.kernels.fused import error, poisoned
 
 FEW = dataclasses.replace(SM_80, processors=1)
@@ -54,7 +54,7 @@ def test_forward_and_backward(kind: str, residual: bool, width: int, dtype: str)
     behind = {"g_summed": g_summed} if residual else {}
     parts = {"dw_parts": dw_parts} | ({"db_parts": db_parts} if case.layer else {})
     known = {"gy": gy, "x": entering, "rstd": rstd, **layer}
-    with exact_bfloat16():
+    with interpreted():
         given = {"x": x, "weight": weight, "y": y, "rstd": rstd, **before, **layer, **shift}
         launch(norm.emit_forward(case), given)
         own = parts if case.sums_in_backward else {}

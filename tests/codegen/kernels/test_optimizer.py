@@ -14,7 +14,7 @@ from msc.codegen.kernels.load import launch
 from msc.codegen.kernels.optimizer import PIECE, Moments
 from msc.runtime.adam import adam
 from msc.runtime.lamb import lamb, lamb_sums
-from msc.testing.interpreter import exact_bfloat16
+from msc.testing.interpreter import interpreted
 from tests.codegen.kernels.fused import error
 
 SIZES = (5, PIECE + 3, 2 * PIECE)
@@ -78,7 +78,7 @@ def test_adam(dtype: str, decoupled: bool) -> None:
     values = tensors.doubled()
     step = torch.tensor(STEP)
     parameters, states = adam(*values, step, RATE, BETAS, EPS, DECAY, decoupled)
-    with exact_bfloat16():
+    with interpreted():
         launch(optimizer.emit_adam(tensors.moments(decoupled)), tensors.tables | tensors.given)
     tensors.check(parameters, states, TOLERANCE[dtype])
 
@@ -106,7 +106,7 @@ def run_lamb(tensors: Tensors) -> Tensor:
     norms = torch.full((2 * len(SIZES),), float("nan"), dtype=torch.float64)
     tables = tensors.tables
     without = {name: table for name, table in tables.items() if name != "gradients"}
-    with exact_bfloat16():
+    with interpreted():
         first = optimizer.emit_lamb_moments(moments)
         launch(first, tables | tensors.given | {"squares": squares})
         second = optimizer.emit_lamb_norms(moments)
