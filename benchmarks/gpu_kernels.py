@@ -300,8 +300,8 @@ def row_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[C
     )
     yield from _loss_cases(make, sizes, target, case)
     key = OPS.rng_key(torch.tensor([5, 7]), 3).view(1).to(make.device)
-    places = flat_indices([None, None], [rows, width], torch.device(make.device))
-    given = {"x": x, "row_places": places[0], "column_places": places[1], "key": key, "y": y}
+    places, _ = flat_indices([None, None], [rows, width], torch.device(make.device))
+    given = {"x": x, "row_places": places, "key": key, "y": y}
     drop = launcher(dropout.emit(Dropout(rows, width, 0.1, "bfloat16", target)), given)
     yield case(
         "kernel dropout",

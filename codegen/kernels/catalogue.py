@@ -221,7 +221,8 @@ def row_kernels(model: Model, target: Target) -> Iterator[Kernel]:
     loss = CrossEntropy(TOKENS, model.vocabulary // TP, DTYPE, target)
     yield cross_entropy.emit_terms(loss)
     yield cross_entropy.emit_gradient(loss)
-    yield dropout.emit(Dropout(TOKENS, model.hidden, 0.1, DTYPE, target))
+    for whole in (True, False):
+        yield dropout.emit(Dropout(TOKENS, model.hidden, 0.1, DTYPE, target, whole))
 
 
 def optimizers(target: Target) -> Iterator[Kernel]:

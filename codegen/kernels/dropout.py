@@ -19,11 +19,11 @@ BLOCK = 1024
 
 KERNEL = """
 @triton.jit
-def dropout(x, row_places, column_places, key, y):
+def dropout($arguments):
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     row = tl.program_id(0)
-    place = tl.load(row_places + row) + tl.load(column_places + columns, mask=inside, other=0)
+    place = tl.load(row_places + row) + $column
     z = tl.load(key).to(tl.uint64, bitcast=True) + (place + 1).to(tl.uint64) * GOLDEN
     z = (z ^ (z >> 30)) * MIX_1
     z = (z ^ (z >> 27)) * MIX_2
@@ -40,7 +40,8 @@ class Dropout:
     """y = x / (1 - p) where it is kept, else 0; x [rows, width] is a part of a whole tensor.
 
     row_places, column_places: int64; the sum of both is an element's place in the whole, row-major.
-    key: int64 [1], of `msc.rng_key`.
+    whole_rows: x has whole rows of the tensor, and takes no column_places. key: int64 [1], of
+    `msc.rng_key`.
     """
 
     rows: int
@@ -48,6 +49,7 @@ class Dropout:
     p: float
     dtype: str
     target: Target
+    whole_rows: bool = True
 
     def __post_init__(self) -> None:
         check_dtype("dropout", self.dtype)
@@ -67,17 +69,27 @@ def emit(dropout: Dropout) -> Kernel:
         "THRESHOLD": math.ceil(dropout.p * 2.0**64) - (1 << 63),
         "SCALE": 1.0 / (1.0 - dropout.p),
     }
+    columns = [] if dropout.whole_rows else [Argument("column_places", "pointer", "int64")]
+    arguments = (
+        Argument("x", "pointer", dropout.dtype),
+        Argument("row_places", "pointer", "int64"),
+        *columns,
+        Argument("key", "pointer", "int64"),
+        Argument("y", "pointer", dropout.dtype),
+    )
+    placed = "tl.load(column_places + columns, mask=inside, other=0)"
+    text = fill(
+        KERNEL,
+        arguments=", ".join(argument.name for argument in arguments),
+        column=placed if columns else "columns",
+        dtype=dropout.dtype,
+    )
+    part = "" if dropout.whole_rows else "_part"
     return Kernel(
-        f"dropout_{dropout.rows}x{dropout.width}_{short(dropout.dtype)}",
-        module(f"Dropout with p = {dropout.p}.", constants, fill(KERNEL, dtype=dropout.dtype)),
+        f"dropout{part}_{dropout.rows}x{dropout.width}_{short(dropout.dtype)}",
+        module(f"Dropout with p = {dropout.p}.", constants, text),
         "dropout",
-        (
-            Argument("x", "pointer", dropout.dtype),
-            Argument("row_places", "pointer", "int64"),
-            Argument("column_places", "pointer", "int64"),
-            Argument("key", "pointer", "int64"),
-            Argument("y", "pointer", dropout.dtype),
-        ),
+        arguments,
         (dropout.rows, ceil_div(dropout.width, BLOCK)),
         dropout.target,
         4,

@@ -17,68 +17,75 @@ from msc.codegen.kernels.description import Argument, Kernel, Target, check_dtyp
 from msc.codegen.kernels.product import short
 from msc.codegen.kernels.source import fill, module
 
-PIECE = 4096
+PIECE = 2048
 
-# what a program works on, and the step's numbers
+# What a program works on, and the step's numbers. Whole pieces need no mask, and without one loads
+# and stores are as wide as the hardware has them; the last piece of a tensor goes the other way.
 _PLACE = """
 piece = tl.program_id(0)
 tensor = tl.load(tensors + piece)
-at = tl.load(starts + piece) + tl.arange(0, PIECE)
-inside = at < tl.load(lengths + tensor)
+start = tl.multiple_of(tl.load(starts + piece), 16)
+at = start + tl.arange(0, PIECE)
+length = tl.load(lengths + tensor)
 rate = tl.load(scalars)
 over_first = tl.load(scalars + 1)
 over_second = tl.load(scalars + 2)
 grown = tl.load(scalars + 3)
 skip = tl.load(scalars + 4)
+<<addresses>>
+if start + PIECE <= length:
+    <<whole>>
+else:
+    inside = at < length
+    <<rest>>
+"""
+
+_ADDRESS = """
+$name = tl.load($table + tensor).to(tl.pointer_type(tl.$dtype))
+$name = tl.multiple_of($name, 16) + at
 """
 
 _STATE = """
-parameter_at = tl.load(parameters + tensor).to(tl.pointer_type(tl.$dtype)) + at
-first_at = tl.load(firsts + tensor).to(tl.pointer_type(tl.float32)) + at
-second_at = tl.load(seconds + tensor).to(tl.pointer_type(tl.float32)) + at
-value = tl.load(parameter_at, mask=inside, other=0.0).to(tl.float32)
-first = tl.load(first_at, mask=inside, other=0.0)
-second = tl.load(second_at, mask=inside, other=0.0)
+value = tl.load(parameter_at$load).to(tl.float32)
+first = tl.load(first_at$load)
+second = tl.load(second_at$load)
 """
 
 _MOMENTS = """
-gradient_at = tl.load(gradients + tensor).to(tl.pointer_type(tl.$gradient_dtype)) + at
-gradient = tl.load(gradient_at, mask=inside, other=0.0).to(tl.float32) * grown
+gradient = tl.load(gradient_at$load).to(tl.float32) * grown
 <<decay>>
 first = BETA_1 * first + (1.0 - BETA_1) * gradient
 second = BETA_2 * second + (1.0 - BETA_2) * gradient * gradient
-tl.store(first_at, first, mask=inside)
-tl.store(second_at, second, mask=inside)
+tl.store(first_at, first$store)
+tl.store(second_at, second$store)
 """
 
 _UPDATE = "update = first * over_first / (tl.sqrt(second * over_second) + EPS)"
 
-ADAM = """
-@triton.jit
-def adam(parameters, gradients, firsts, seconds, lengths, tensors, starts, scalars):
-    <<place>>
-    if skip == 0.0:
-        <<state>>
-        <<moments>>
-        <<update>>
-        <<shrink>>
-        tl.store(parameter_at, (value - rate * update).to(tl.$dtype), mask=inside)
+_HEAD = """
+@triton.jit$options
+def $name($arguments):
+    <<body>>
 """
 
-LAMB_MOMENTS = """
-@triton.jit
-def lamb_moments(
-    parameters, gradients, firsts, seconds, lengths, tensors, starts, scalars, squares
-):
-    <<place>>
+_ADAM = """
+if skip == 0.0:
     <<state>>
-    if skip == 0.0:
-        <<moments>>
+    <<moments>>
     <<update>>
-    update += DECAY * value
-    update = tl.where(inside, update, 0.0)
-    tl.store(squares + 2 * piece, tl.sum(value * value, axis=0))
-    tl.store(squares + 2 * piece + 1, tl.sum(update * update, axis=0))
+    <<shrink>>
+    tl.store(parameter_at, (value - rate * update).to(tl.$dtype)$store)
+"""
+
+_LAMB_MOMENTS = """
+<<state>>
+if skip == 0.0:
+    <<moments>>
+<<update>>
+update += DECAY * value
+<<clear>>
+tl.store(squares + 2 * piece, tl.sum(value * value, axis=0))
+tl.store(squares + 2 * piece + 1, tl.sum(update * update, axis=0))
 """
 
 LAMB_NORMS = """
@@ -93,19 +100,16 @@ def lamb_norms(squares, ends, norms):
     tl.store(norms + side * tl.num_programs(0) + tensor + tl.arange(0, 1), total)
 """
 
-LAMB_STEP = """
-@triton.jit(do_not_specialize=["count"])
-def lamb_step(parameters, firsts, seconds, lengths, tensors, starts, scalars, norms, count):
-    <<place>>
-    if skip == 0.0:
-        <<state>>
-        <<update>>
-        update += DECAY * value
-        of_value = tl.sqrt(tl.load(norms + tensor))
-        of_update = tl.sqrt(tl.load(norms + count + tensor))
-        exist = (of_value > 0.0) & (of_update > 0.0)
-        trust = tl.where(exist, of_value / tl.where(exist, of_update, 1.0), 1.0).to(tl.float32)
-        tl.store(parameter_at, (value - rate * trust * update).to(tl.$dtype), mask=inside)
+_LAMB_STEP = """
+if skip == 0.0:
+    <<state>>
+    <<update>>
+    update += DECAY * value
+    of_value = tl.sqrt(tl.load(norms + tensor))
+    of_update = tl.sqrt(tl.load(norms + count + tensor))
+    exist = (of_value > 0.0) & (of_update > 0.0)
+    trust = tl.where(exist, of_value / tl.where(exist, of_update, 1.0), 1.0).to(tl.float32)
+    tl.store(parameter_at, (value - rate * trust * update).to(tl.$dtype)$store)
 """
 
 
@@ -114,8 +118,9 @@ class Moments:
     """What Adam and LAMB share. Moments are float32; gradients may have another dtype.
 
     pieces: over all tensors. decoupled: weight decay is not part of the gradient (AdamW).
-    scalars: float32 [5]: learning rate, 1 / (1 - beta1^step), 1 / (1 - beta2^step), a factor of the
-    gradients, and 1 to skip the step, else 0.
+    Addresses are multiples of 16 bytes. scalars: float32 [5]: learning rate,
+    1 / (1 - beta1^step), 1 / (1 - beta2^step), a factor of the gradients, and 1 to skip the step,
+    else 0.
     """
 
     tensors: int
@@ -153,16 +158,13 @@ def emit_adam(moments: Moments) -> Kernel:
     """AdamW, or Adam where the decay is not decoupled."""
     decay = "" if moments.decoupled else "gradient += DECAY * value"
     shrink = "value = value * (1.0 - rate * DECAY)" if moments.decoupled else ""
-    text = _filled(ADAM, moments, decay=decay, shrink=shrink)
-    tables = ("parameters", "gradients", "firsts", "seconds")
-    return _kernel(moments, "adam", text, tables, ())
+    return _kernel(moments, "adam", _ADAM, (), decay=decay, shrink=shrink)
 
 
 def emit_lamb_moments(moments: Moments) -> Kernel:
     """Moves the moments; squares: float32 [pieces, 2] of parameters and updates."""
-    tables = ("parameters", "gradients", "firsts", "seconds")
     squares = Argument("squares", "pointer", "float32")
-    return _kernel(moments, "lamb_moments", _filled(LAMB_MOMENTS, moments), tables, (squares,))
+    return _kernel(moments, "lamb_moments", _LAMB_MOMENTS, (squares,))
 
 
 def emit_lamb_norms(moments: Moments) -> Kernel:
@@ -186,43 +188,71 @@ def emit_lamb_norms(moments: Moments) -> Kernel:
 def emit_lamb_step(moments: Moments) -> Kernel:
     """The step, from the squared norms of whole tensors."""
     rest = (Argument("norms", "pointer", "float64"), Argument("count", "int32"))
-    tables = ("parameters", "firsts", "seconds")
-    return _kernel(moments, "lamb_step", _filled(LAMB_STEP, moments), tables, rest)
-
-
-def _filled(template: str, moments: Moments, decay: str = "", shrink: str = "") -> str:
-    return fill(
-        template,
-        dtype=moments.dtype,
-        place=_PLACE,
-        state=fill(_STATE, dtype=moments.dtype),
-        moments=fill(_MOMENTS, gradient_dtype=moments.gradient_dtype, decay=decay),
-        update=_UPDATE,
-        shrink=shrink,
-    )
+    return _kernel(moments, "lamb_step", _LAMB_STEP, rest)
 
 
 def _kernel(
     moments: Moments,
     entry: str,
-    text: str,
-    tables: tuple[str, ...],
+    template: str,
     rest: tuple[Argument, ...],
+    decay: str = "",
+    shrink: str = "",
 ) -> Kernel:
+    addresses = {
+        "parameters": ("parameter_at", moments.dtype),
+        "gradients": ("gradient_at", moments.gradient_dtype),
+        "firsts": ("first_at", "float32"),
+        "seconds": ("second_at", "float32"),
+    }
+    if "<<moments>>" not in template:
+        del addresses["gradients"]
+    arguments = (
+        *(Argument(name, "table") for name in addresses),
+        Argument("lengths", "pointer", "int64"),
+        Argument("tensors", "pointer", "int32"),
+        Argument("starts", "pointer", "int64"),
+        Argument("scalars", "pointer", "float32"),
+        *rest,
+    )
+    found = [
+        fill(_ADDRESS, name=name, table=table, dtype=dtype)
+        for table, (name, dtype) in addresses.items()
+    ]
+    body = fill(
+        _PLACE,
+        addresses="\n".join(found),
+        whole=_body(template, moments, False, decay, shrink),
+        rest=_body(template, moments, True, decay, shrink),
+    )
+    text = fill(
+        _HEAD,
+        options='(do_not_specialize=["count"])' if entry == "lamb_step" else "",
+        name=entry,
+        arguments=", ".join(argument.name for argument in arguments),
+        body=body,
+    )
     return Kernel(
         f"{entry}_{moments.label}",
         module(f"{entry} of {moments.tensors} tensors.", moments.constants, text),
         entry,
-        (
-            *(Argument(name, "table") for name in tables),
-            Argument("lengths", "pointer", "int64"),
-            Argument("tensors", "pointer", "int32"),
-            Argument("starts", "pointer", "int64"),
-            Argument("scalars", "pointer", "float32"),
-            *rest,
-        ),
+        arguments,
         (moments.pieces,),
         moments.target,
         8,
         1,
+    )
+
+
+def _body(template: str, moments: Moments, masked: bool, decay: str, shrink: str) -> str:
+    load, store = (", mask=inside, other=0.0", ", mask=inside") if masked else ("", "")
+    return fill(
+        template,
+        dtype=moments.dtype,
+        store=store,
+        state=fill(_STATE, load=load),
+        moments=fill(_MOMENTS, load=load, store=store, decay=decay),
+        update=_UPDATE,
+        clear="update = tl.where(inside, update, 0.0)" if masked else "",
+        shrink=shrink,
     )
