@@ -19,6 +19,7 @@ from msc.codegen.kernels import (
     gather_weight_gradient,
     gemm,
     gemm_scatter,
+    linear_cross_entropy,
     norm,
     optimizer,
 )
@@ -31,6 +32,7 @@ from msc.codegen.kernels.gather_gemm import GatherGemm
 from msc.codegen.kernels.gather_weight_gradient import GatherWeightGradient
 from msc.codegen.kernels.gemm import Gemm
 from msc.codegen.kernels.gemm_scatter import GemmScatter
+from msc.codegen.kernels.linear_cross_entropy import LinearCrossEntropy
 from msc.codegen.kernels.norm import Norm
 from msc.codegen.kernels.optimizer import PIECE, Moments
 from msc.codegen.kernels.protocol import splits_for
@@ -92,7 +94,7 @@ def gated_tiles(target: Target) -> Tiles:
 
 
 def scatter_tiles(target: Target) -> Tiles:
-    """Tiles of a product whose tiles go to other ranks."""
+    """Tiles of a product whose tiles are not stored as they are, or go to other ranks."""
     if target.has_tensor_memory_accelerator:
         return Tiles(128, 256, 64, warps=8, stages=4)
     return Tiles(128, 128, 32, warps=8, stages=4)
@@ -210,7 +212,7 @@ def attentions(model: Model, target: Target) -> Iterator[Kernel]:
 
 
 def row_kernels(model: Model, target: Target) -> Iterator[Kernel]:
-    """Norms, cross entropy and dropout."""
+    """Norms, cross entropy (alone and with the head before it) and dropout."""
     for residual in (False, True):
         own = Norm(model.norm, TOKENS, model.hidden, DTYPE, target, residual=residual)
         yield norm.emit_forward(own)
@@ -221,6 +223,11 @@ def row_kernels(model: Model, target: Target) -> Iterator[Kernel]:
     loss = CrossEntropy(TOKENS, model.vocabulary // TP, DTYPE, target)
     yield cross_entropy.emit_terms(loss)
     yield cross_entropy.emit_gradient(loss)
+    tiles = scatter_tiles(target)
+    head = LinearCrossEntropy(TOKENS, loss.width, model.hidden, DTYPE, target, tiles)
+    yield linear_cross_entropy.emit_terms(head)
+    yield linear_cross_entropy.emit_combine(head)
+    yield linear_cross_entropy.emit_gradient(head)
     for whole in (True, False):
         yield dropout.emit(Dropout(TOKENS, model.hidden, 0.1, DTYPE, target, whole))
 

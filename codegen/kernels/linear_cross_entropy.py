@@ -1,9 +1,9 @@
 """A linear head and its cross entropy in one: the logits are never in memory.
 
-The forward keeps of each tile of logits a maximum and a sum of exponentials per row, and the target's
-logit; a second kernel combines the tiles in their order. The backward makes the tiles again, and
-writes gradients of logits for as many rows as its caller has memory for: the input gradient and
-the weight gradient are ordinary products of those (Wijmans et al., "Cut your losses in
+The forward keeps of each tile of logits a maximum and a sum of exponentials per row, and the
+target's logit; a second kernel combines the tiles in their order. The backward makes the tiles
+again, and writes gradients of logits for as many rows as its caller has memory for: the input
+gradient and the weight gradient are ordinary products of those (Wijmans et al., "Cut your losses in
 large-vocabulary language models", ICLR 2025; Hsu et al., "Liger kernel", 2024). With a part of the
 vocabulary, ranks combine the terms as those of `cross_entropy.py`.
 """
@@ -122,7 +122,7 @@ class LinearCrossEntropy:
 
 
 def emit_terms(loss: LinearCrossEntropy) -> Kernel:
-    """x, w, target, start -> highest, total: float32 [columns, m]; target_logit where it is here."""
+    """x, w, target, start -> highest, total: float32 [columns, m]; target_logit if it is here."""
     exact = loss.n % loss.tiles.n == 0
     hidden = 'acc = tl.where(out_columns[None, :] < N, acc, float("-inf"))'
     rest = (
@@ -130,13 +130,12 @@ def emit_terms(loss: LinearCrossEntropy) -> Kernel:
         Argument("total", "pointer", "float32"),
         Argument("target_logit", "pointer", "float64"),
     )
-    return _product(
-        loss, "linear_cross_entropy_terms", fill(TERMS, hide="" if exact else hidden), rest
-    )
+    finish = fill(TERMS, hide="" if exact else hidden)
+    return _product(loss, "linear_cross_entropy_terms", finish, rest)
 
 
 def emit_combine(loss: LinearCrossEntropy) -> Kernel:
-    """highest, total, target, start -> lse; target_logit is set to 0 where the target is not here."""
+    """highest, total, target, start -> lse; target_logit becomes 0 where the target is not here."""
     constants = {"M": loss.m, "N": loss.n, "TILES_N": loss.columns, "BLOCK": BLOCK}
     return Kernel(
         f"linear_cross_entropy_combine_{loss.label}",

@@ -32,7 +32,7 @@ SAMPLE = (
     "gather_gemm_nk_tp8_8192x8192_to_1024_128_128_bf16 sm_80",
     "attention_backward_keys_causal_window1024_1x8192x12g12x128_bf16 sm_90",
     "norm_backward_layer_residual_8192x12288_bf16 sm_80",
-    "cross_entropy_terms_8192x6400_bf16 sm_90",
+    "linear_cross_entropy_terms_8192x6400x12288_bf16 sm_90",
     "lamb_step_4_bf16_bf16 sm_90",
 )
 

@@ -28,7 +28,7 @@ from tests.codegen.kernels.fused import (
 )
 
 LONG = "MSC_TEST_LONG" in os.environ  # set by `make test-long`
-SEEDS = range(25) if LONG else range(2)
+SEEDS = range(25 if LONG else 5)
 TILES = Tiles(32, 32, 64, group=2)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3}
 
@@ -164,7 +164,7 @@ def test_counters_that_are_not_doubled_count_for_a_slower_rank() -> None:
     assert max(errors) > TOLERANCE["bfloat16"]
 
 
-@settings(max_examples=200 if LONG else 6)
+@settings(max_examples=200 if LONG else 10)
 @given(
     ranks=st.sampled_from([2, 3, 4]),
     rows=st.integers(8, 72),
