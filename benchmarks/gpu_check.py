@@ -35,10 +35,19 @@ from rich.table import Table
 
 from benchmarks.gpu_cases import FAMILIES as OP_FAMILIES
 from benchmarks.gpu_cases import LARGE, TINY, Case, Make, Sizes
-from benchmarks.gpu_kernels import KERNEL_FAMILIES
-from benchmarks.gpu_ranks import RANK_FAMILIES
+from benchmarks.gpu_kernels import attention_kernel_cases, product_kernel_cases
+from benchmarks.gpu_ranks import pcie_cases, scatter_rank_cases
+from benchmarks.gpu_row_kernels import optimizer_kernel_cases, row_kernel_cases
 
-FAMILIES = (*KERNEL_FAMILIES, *OP_FAMILIES, *RANK_FAMILIES)
+FAMILIES = (
+    product_kernel_cases,
+    attention_kernel_cases,
+    row_kernel_cases,
+    optimizer_kernel_cases,
+    *OP_FAMILIES,
+    pcie_cases,
+    scatter_rank_cases,
+)
 FAMILY_SECONDS = 120
 RESULTS = Path(__file__).parent / "results"
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}

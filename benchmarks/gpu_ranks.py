@@ -224,6 +224,3 @@ def _empty(make: Make, *shape: int, dtype: torch.dtype) -> Tensor:
 
 def _addresses(tensors: list[Tensor], device: str) -> Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)
-
-
-RANK_FAMILIES = (pcie_cases, scatter_rank_cases)

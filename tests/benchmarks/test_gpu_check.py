@@ -56,6 +56,7 @@ def test_every_op_is_right_on_the_cpu(
         "rms_norm backward + residual",
         "cross_entropy terms",
         "cross_entropy gradient",
+        "linear_cross_entropy terms",
         "dropout",
         "adamw",
         "gather_gemm over PCIe, n=48",

@@ -107,6 +107,11 @@ def scatter_mutant(case: GemmScatter, **mistakes: object) -> Callable[[int], flo
     return lambda seed: run_scatter(case, Calls(seed, **mistakes))[0]  # type: ignore[arg-type]
 
 
+def gradient_mutant(**mistakes: object) -> Callable[[int], float]:
+    case = dataclasses.replace(GRADIENTS[0], splits=1)
+    return lambda seed: run_weight_gradient(case, Calls(seed, **mistakes))  # type: ignore[arg-type]
+
+
 def one_buffer(call: int) -> int:
     return 0
 
@@ -122,6 +127,11 @@ MUTANTS: dict[str, Callable[[int], float]] = {
     "gather that waits for too much": gather_mutant(want_more=1),
     "gather that waits for too little": gather_mutant(want_more=-1),
     "gather with one buffer": gather_mutant(count=3, turn=one_buffer),
+    "gathered weight gradient without acquire": gradient_mutant(mutate=NO_ACQUIRE),
+    "gathered weight gradient without wait": gradient_mutant(
+        mutate=replaced("wait(flags + chunk, want)", "pass")
+    ),
+    "gathered weight gradient with one buffer": gradient_mutant(count=3, turn=one_buffer),
     "scatter without release": scatter_mutant(
         scatter(4), mutate=replaced('"release"', '"relaxed"')
     ),
