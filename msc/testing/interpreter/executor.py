@@ -17,49 +17,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent
 
 from msc.codegen.kernels.description import Kernel
 from msc.codegen.kernels.load import bind, function
 from msc.testing.interpreter.assembly import PROXY_FENCE, Results, fences
-from msc.testing.interpreter.memory import Memory, View
+from msc.testing.interpreter.copy_engine import CopyEngine
+from msc.testing.interpreter.memory import Memory
 from msc.testing.interpreter.numerics import exact_bfloat16
 from msc.testing.interpreter.patching import replaced
+from msc.testing.interpreter.tasks import Launch, Task
 
 STEP_LIMIT = 2_000_000
 
 
 class Deadlock(RuntimeError):
     """No program can go on; the message names those that wait."""
-
-
-class Task(greenlet):  # type: ignore[misc]  # greenlet has no types
-    """A coroutine of one rank: a program of a kernel, or a copy engine."""
-
-    def __init__(self, name: str, rank: int, run: Callable[[], None]) -> None:
-        super().__init__(run)
-        self.name, self.rank = name, rank
-        self.view = View()
-        self.grid: tuple[int, ...] | None = None
-        self.index: tuple[int, ...] = ()
-        self.polled_at = -1
-        """The version of memory at which it last found nothing new."""
-
-
-@dataclass
-class Launch:
-    """An entry of a rank's stream: its tasks run after those of the entries before it."""
-
-    rank: int
-    waiting: list[Task]
-    running: int = 0
-    started: bool = False
-
-    @property
-    def done(self) -> bool:
-        """Whether all of its programs have ended."""
-        return self.started and not self.waiting and not self.running
 
 
 @dataclass
@@ -115,8 +88,11 @@ class Executor:
 
     def copies(self, rank: int, name: str, work: Callable[[CopyEngine], None]) -> Launch:
         """Puts copies, waits and signals at the end of a rank's stream, between its kernels."""
-        task: Task = Task(f"rank {rank} {name}", rank, lambda: work(CopyEngine(self, task)))
+        task: Task = Task(f"rank {rank} {name}", rank, lambda: work(self._copy_engine(task)))
         return self._append(rank, [task])
+
+    def _copy_engine(self, task: Task) -> CopyEngine:
+        return CopyEngine(task, self._memory, self._rng, self._switch, self._poll)
 
     def _append(self, rank: int, tasks: list[Task]) -> Launch:
         launch = Launch(rank, tasks)
@@ -125,7 +101,7 @@ class Executor:
 
     def engine(self, rank: int, name: str, work: Callable[[CopyEngine], None]) -> None:
         """Adds a second stream of copies, waits and signals, which runs beside the kernels."""
-        task: Task = Task(f"rank {rank} {name}", rank, lambda: work(CopyEngine(self, task)))
+        task: Task = Task(f"rank {rank} {name}", rank, lambda: work(self._copy_engine(task)))
         self._engines.append(task)
 
     def run(self) -> None:
@@ -150,14 +126,14 @@ class Executor:
                     if task and not task.dead:
                         task.throw()
 
-    def switch(self) -> None:
+    def _switch(self) -> None:
         """Called by a task: lets others run."""
         self._hub.switch()
 
-    def poll(self, task: Task) -> None:
+    def _poll(self, task: Task) -> None:
         """Called by a task that found nothing new: it need not run before memory changes."""
         task.polled_at = self._memory.version
-        self.switch()
+        self._switch()
 
     def _loop(self) -> None:
         from triton.runtime import interpreter
@@ -306,7 +282,7 @@ class Executor:
             task.polled_at = -1
         if sem in (order.RELEASE, order.ACQUIRE_RELEASE):
             self._memory.release(task.view)
-        self.switch()  # others run between the stores and the signal
+        self._switch()  # others run between the stores and the signal
         for other in self._live:
             if other is not task or sem == order.RELAXED:
                 self._memory.drain_by_chance(other.view)
@@ -356,47 +332,3 @@ _HOOKED = (
     "create_descriptor_store",
     "create_inline_asm",
 )
-
-
-class CopyEngine:
-    """A stream of copies, waits and signals of one rank; everything in it happens in order.
-
-    A copy becomes visible piece by piece, in any order; a signal after it comes after all of it.
-    """
-
-    PIECES = 4
-
-    def __init__(self, executor: Executor, task: Task) -> None:
-        self._executor, self._task = executor, task
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """destination[:] = source; both contiguous, of one dtype and size."""
-        memory, rng = self._executor._memory, self._executor._rng
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        flat, values = destination.view(-1), source.reshape(-1).view(bits[source.element_size()])
-        starts = list(range(0, flat.numel(), max(1, flat.numel() // self.PIECES)))
-        ends = [*starts[1:], flat.numel()]
-        pieces = list(zip(starts, ends, strict=True))
-        rng.shuffle(pieces)
-        for start, end in pieces:
-            offsets = np.arange(start, end, dtype=np.uint64) * np.uint64(flat.element_size())
-            addresses = np.uint64(flat.data_ptr()) + offsets
-            memory.write_now(self._task.view, addresses, values[start:end].numpy().copy())
-            self._executor.switch()
-
-    def signal(self, flags: torch.Tensor, index: int, value: int) -> None:
-        """flags[index] = value, after everything before it."""
-        self._executor.switch()
-        flags[index] = value
-        self._executor._memory.version += 1
-
-    def wait(self, flags: torch.Tensor, index: int, at_least: int) -> None:
-        """Until flags[index] has reached a value."""
-        while int(flags[index]) < at_least:
-            self._executor.poll(self._task)
-        self._executor._memory.begin(self._task.view)
-
-    def wait_launch(self, launch: Launch) -> None:
-        """Until a kernel has ended, as with an event of its stream."""
-        while not launch.done:
-            self._executor.poll(self._task)

@@ -18,7 +18,8 @@ from msc.codegen.kernels.gather_weight_gradient import GatherWeightGradient
 from msc.codegen.kernels.gemm_scatter import GemmScatter
 from msc.codegen.kernels.protocol import Chunks, buffer_of
 from msc.testing.interpreter import Executor
-from msc.testing.interpreter.executor import CopyEngine, Launch
+from msc.testing.interpreter.copy_engine import CopyEngine
+from msc.testing.interpreter.tasks import Launch
 
 Mutation = Callable[[Kernel], Kernel]
 

@@ -12,7 +12,7 @@ from msc.codegen.kernels import protocol
 from msc.codegen.kernels.description import SM_90, Argument, Kernel
 from msc.codegen.kernels.source import module
 from msc.testing.interpreter import Deadlock, Executor
-from msc.testing.interpreter.executor import CopyEngine
+from msc.testing.interpreter.copy_engine import CopyEngine
 
 WRITER = """
 @triton.jit
