@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msc.ir.errors import PlanError
 
@@ -82,7 +82,6 @@ class Kernel:
     stages: int
     matrix: bool = False
     cooperative: bool = False
-    notes: tuple[str, ...] = field(default=())
 
 
 def check_dtype(op: str, dtype: str) -> None:
