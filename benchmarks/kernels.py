@@ -2,10 +2,12 @@
 
     make kernels                                   all of them, for sm_80 and sm_90
     python -m benchmarks.kernels --only gather     those with "gather" in their name
+    python -m benchmarks.kernels --sources out     also writes the source of each, to be read
 
 Writes `kernels.json`: registers, spills, shared memory against the device's limit, wgmma in the
-machine code, wrong orderings in the PTX, seconds. Exits with 1 if a kernel spills, exceeds its
-shared memory, has no wgmma on sm_90 though it multiplies matrices, or orders memory wrongly.
+machine code, wrong orderings in the PTX, seconds; and `kernels.sha256`, a digest of the sources
+that it is of, so that a test knows when it is out of date. Exits with 1 if a kernel spills, exceeds
+its shared memory, has no wgmma on sm_90 though it multiplies matrices, or orders memory wrongly.
 
 No kernel has run on a GPU: this says that they fit, not that they are fast.
 """
@@ -13,6 +15,7 @@ No kernel has run on a GPU: this says that they fit, not that they are fast.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -50,6 +53,15 @@ def compile_all(chosen: Sequence[Kernel], processes: int) -> list[Report]:
         return list(pool.map(compile_kernel, chosen, chunksize=4))
 
 
+def digest(chosen: Sequence[Kernel]) -> str:
+    """Of everything that the compiler is given: sources, arguments, warps and stages."""
+    given = [
+        (k.name, k.target.name, k.source, k.arguments, k.warps, k.stages, k.cooperative)
+        for k in chosen
+    ]
+    return hashlib.sha256(repr(given).encode()).hexdigest()
+
+
 def show(reports: Sequence[Report]) -> None:
     """Print the reports as a table, and the faults."""
     table = Table(title="Kernels, compiled ahead of time; none has run on a GPU")
@@ -76,14 +88,22 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("--sources", type=Path, help="folder for the sources")
     options = parser.parse_args()
     # decided when Triton is first imported, here or in a process that is started from here
     os.environ.pop("TRITON_INTERPRET", None)
-    reports = compile_all(selected(options.only), options.processes)
+    chosen = selected(options.only)
+    if options.sources:
+        for kernel in chosen:
+            folder = options.sources / kernel.target.name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{kernel.name}.py").write_text(kernel.source)
+    reports = compile_all(chosen, options.processes)
     show(reports)
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / "kernels.json"
     path.write_text(json.dumps({"kernels": [report.row() for report in reports]}, indent=1) + "\n")
+    path.with_suffix(".sha256").write_text(digest(chosen) + "\n")
     print(f"wrote {path}")
     return int(any(report.faults() for report in reports))
 
