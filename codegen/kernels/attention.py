@@ -1,8 +1,8 @@
 """What attention kernels have in common: their description, their masks, and how blocks are read.
 
 Dao, "FlashAttention-2", ICLR 2024: the scores of a block of queries and a block of keys are never
-in memory. Sliding windows and causal masks skip what no query of a block sees, and blocks that all
-of its queries see whole are computed without a mask.
+in memory. Windows, causal masks and documents skip what no query of a block sees, and blocks that
+all of its queries see whole are computed without a mask (not so with documents).
 
 Tensors are [b, s, h, d] in memory, as `msc.attention` has them, and descriptors see them as
 [b s, h d]; lse and delta are float32 [b, s, h].
@@ -26,9 +26,10 @@ _LOG2_E = math.log2(math.e)
 class Attention:
     """softmax(mask(cap(scale * q @ k.T))) @ v, as `msc.attention` computes it, on one device.
 
-    heads is a multiple of groups (key-value heads). window > 0 needs causal. documents: queries see
-    only keys of their own document, by an int32 [batch, length] of numbers. soft_cap c > 0: scores
-    x become c tanh(x / c).
+    heads is a multiple of groups (key-value heads). window > 0 needs causal. soft_cap c > 0: scores
+    x become c tanh(x / c). documents: queries see only keys of their own document. Documents are
+    runs of positions; `begins` and `ends`, int32 [batch, length], say of each position where its
+    document begins, and where the next one does. What a block's documents do not reach is skipped.
     """
 
     batch: int
@@ -168,11 +169,11 @@ def numbers(tensor: str, name: str, rows: str) -> str:
 
 
 def document_numbers(attention: Attention, name: str, rows: str) -> str:
-    """`name = [rows]` of the documents; -1 outside of the sequence. Empty without documents."""
+    """`name = [rows]`: where their documents begin; -1 after the sequence. Empty without any."""
     if not attention.documents:
         return ""
     at = f"sample * LENGTH + {rows}"
-    return f"{name} = tl.load(documents + {at}, mask={rows} < LENGTH, other=-1)"
+    return f"{name} = tl.load(begins + {at}, mask={rows} < LENGTH, other=-1)"
 
 
 def scale(attention: Attention, scores: str) -> str:
@@ -207,7 +208,10 @@ def key_loops(attention: Attention, tiles: Tiles, masked: str, unmasked: str) ->
         high = "min(LENGTH, first + BM)"
     if attention.window:
         low = "max(0, first - WINDOW + 1) // BN * BN"
-    if attention.documents or not attention.exact(tiles.m, tiles.n):
+    if attention.documents:
+        reach = _reach("BM", low, high, "BN", attention.causal)
+        return f"{reach}\n{_loops([('lowest', 'beyond', masked)], 'BN')}"
+    if not attention.exact(tiles.m, tiles.n):
         return _loops([(low, high, masked)], "BN")
     if not attention.causal:
         return _loops([(low, high, unmasked)], "BN")
@@ -233,7 +237,10 @@ def query_loops(attention: Attention, tiles: Tiles, masked: str, unmasked: str) 
         low = "first // BM * BM"
     if attention.window:
         high = "min(LENGTH, first + BN + WINDOW - 1)"
-    if attention.documents or not attention.exact(tiles.m, tiles.n):
+    if attention.documents:
+        reach = _reach("BN", low, high, "BM", False)
+        return f"{reach}\n{_loops([('lowest', 'beyond', masked)], 'BM')}"
+    if not attention.exact(tiles.m, tiles.n):
         return _loops([(low, high, masked)], "BM")
     if not attention.causal:
         return _loops([(low, high, unmasked)], "BM")
@@ -252,6 +259,26 @@ def query_loops(attention: Attention, tiles: Tiles, masked: str, unmasked: str) 
         ("full_high", high, masked),
     ]
     return "\n".join([*edges, _loops(phases, "BM")])
+
+
+def _reach(own: str, low: str, high: str, step: str, causal: bool) -> str:
+    """From the document of a block's first row to the end of that of its last one.
+
+    causal: what comes after the block is left out as it is.
+    """
+    text = """
+        lowest = tl.maximum($low, tl.load(begins + sample * LENGTH + first) // $step * $step)
+        <<high>>
+    """
+    last = f"min(first + {own}, LENGTH) - 1"
+    bound = f"beyond = tl.minimum({high}, tl.load(ends + sample * LENGTH + {last}))"
+    return fill(text, low=low, step=step, high=f"beyond = {high}" if causal else bound)
+
+
+def document_arguments(attention: Attention) -> tuple[Argument, ...]:
+    """The tables of the documents; none without them."""
+    names = ("begins", "ends") if attention.documents else ()
+    return tuple(Argument(name, "pointer", "int32") for name in names)
 
 
 def _loops(phases: list[tuple[str, str, str]], step: str) -> str:

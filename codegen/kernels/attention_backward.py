@@ -10,6 +10,7 @@ from __future__ import annotations
 from msc.codegen.kernels.attention import (
     Attention,
     Block,
+    document_arguments,
     document_numbers,
     key_loops,
     matrix,
@@ -132,7 +133,7 @@ def emit_keys(attention: Attention, tiles: Tiles) -> Kernel:
     blocks = _blocks(attention, described, attention.exact(tiles.m, tiles.n))
     text = fill(
         KEYS,
-        documents=", documents" * attention.documents,
+        documents=", begins, ends" * attention.documents,
         lanes="" if described else "lanes = tl.arange(0, BD)",
         key=blocks["k"].load("key", "first", "keys"),
         value=blocks["v"].load("value", "first", "keys"),
@@ -158,7 +159,7 @@ def emit_queries(attention: Attention, tiles: Tiles) -> Kernel:
     blocks = _blocks(attention, described, attention.exact(tiles.m, tiles.n))
     text = fill(
         QUERIES,
-        documents=", documents" * attention.documents,
+        documents=", begins, ends" * attention.documents,
         lanes="" if described else "lanes = tl.arange(0, BD)",
         query=blocks["q"].load("query", "first", "queries"),
         gradient=blocks["gy"].load("gradient", "first", "queries"),
@@ -227,13 +228,12 @@ def _queries_step(
 def _arguments(
     attention: Attention, described: bool, read: dict[str, int], written: dict[str, int]
 ) -> tuple[Argument, ...]:
-    documents = Argument("documents", "pointer", "int32")
     return (
         *(attention.tensor(name, rows, described) for name, rows in read.items()),
         Argument("lse", "pointer", "float32"),
         Argument("delta", "pointer", "float32"),
         *(attention.tensor(name, rows, described) for name, rows in written.items()),
-        *([documents] if attention.documents else []),
+        *document_arguments(attention),
     )
 
 

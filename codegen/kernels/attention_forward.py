@@ -9,6 +9,7 @@ from __future__ import annotations
 from msc.codegen.kernels.attention import (
     Attention,
     Block,
+    document_arguments,
     document_numbers,
     key_loops,
     matrix,
@@ -72,7 +73,7 @@ def emit(attention: Attention, tiles: Tiles) -> Kernel:
     }
     text = fill(
         KERNEL,
-        arguments="q, k, v, out, lse" + ", documents" * attention.documents,
+        arguments="q, k, v, out, lse" + ", begins, ends" * attention.documents,
         lanes="" if described else "lanes = tl.arange(0, BD)",
         query=heads["q"].load("query", "first", "queries"),
         own_documents=document_numbers(attention, "own", "queries"),
@@ -84,7 +85,6 @@ def emit(attention: Attention, tiles: Tiles) -> Kernel:
         ),
         store=heads["out"].store("acc / total[:, None]", "first", "queries"),
     )
-    documents = Argument("documents", "pointer", "int32")
     return Kernel(
         f"attention_forward_{attention.label}",
         module(
@@ -99,7 +99,7 @@ def emit(attention: Attention, tiles: Tiles) -> Kernel:
             attention.tensor("v", tiles.n, described),
             attention.tensor("out", tiles.m, described),
             Argument("lse", "pointer", "float32"),
-            *([documents] if attention.documents else []),
+            *document_arguments(attention),
         ),
         (ceil_div(attention.length, tiles.m), attention.heads, attention.batch),
         attention.target,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -62,13 +63,12 @@ def check(case: Attention, tiles: Tiles = TILES) -> None:
 
     tensors = {name: random(case.heads) for name in ("q", "gy")}
     tensors |= {name: random(case.groups) for name in ("k", "v")}
-    places = torch.arange(case.length).expand(case.batch, -1)
-    documents = (places * 5 // (2 * case.length)).int().contiguous()
-    own = {"documents": documents} if case.documents else {}
+    begins, ends = documents_of(case)
+    own = {"begins": begins, "ends": ends} if case.documents else {}
     rows = (case.batch, case.length, case.heads)
     out = poisoned(*rows, case.head_size, dtype=dtype)
     lse, delta = (poisoned(*rows, dtype=torch.float32) for _ in range(2))
-    expected = reference(case, tensors, documents)
+    expected = reference(case, tensors, begins)
     q, k, v, gy = (tensors[name] for name in ("q", "k", "v", "gy"))
     dq, dk, dv = (poisoned(*x.shape, dtype=dtype) for x in (q, k, v))
     with interpreted():
@@ -80,6 +80,17 @@ def check(case: Attention, tiles: Tiles = TILES) -> None:
         run(attention_backward.emit_queries(case, tiles), {**known, "dq": dq})
     for found, wanted in zip((out, lse, dq, dk, dv), expected, strict=True):
         assert error(found, wanted) <= TOLERANCE[case.dtype]
+
+
+def documents_of(case: Attention) -> tuple[Tensor, Tensor]:
+    """Where the document of each position begins and ends; samples are cut differently."""
+    begins = torch.zeros(case.batch, case.length, dtype=torch.int32)
+    ends = torch.full_like(begins, case.length)
+    for sample in range(case.batch):
+        cuts = [case.length * part // (5 + sample) for part in (0, 2, 3, 4)] + [case.length]
+        for begin, end in itertools.pairwise(cuts):
+            begins[sample, begin:end], ends[sample, begin:end] = begin, end
+    return begins, ends
 
 
 def run(kernel: Any, values: dict[str, Tensor]) -> None:
@@ -102,6 +113,7 @@ def run(kernel: Any, values: dict[str, Tensor]) -> None:
         {"window": 100},
         {"soft_cap": 1.5},
         {"documents": True},
+        {"documents": True, "length": 50},
         {"documents": True, "causal": False, "soft_cap": 2.0},
         {"window": 20, "documents": True, "soft_cap": 1.0, "groups": 2},
     ],
@@ -129,6 +141,12 @@ def test_sizes_without_descriptors(changes: dict[str, Any]) -> None:
 def test_bfloat16() -> None:
     check(attention(dtype="bfloat16"))
     check(attention(dtype="bfloat16", length=40, target=SM_80, window=12))
+
+
+def test_what_documents_do_not_reach_is_skipped() -> None:
+    text = attention_forward.emit(attention(documents=True, causal=False), TILES).source
+    assert "lowest = tl.maximum(0, tl.load(begins + sample * LENGTH + first) // BN * BN)" in text
+    assert "for start in range(lowest, beyond, BN):" in text
 
 
 def test_blocks_that_all_queries_see_have_no_mask() -> None:
