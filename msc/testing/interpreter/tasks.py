@@ -19,6 +19,8 @@ class Task(greenlet):  # type: ignore[misc]  # greenlet has no types
         self.view = View()
         self.grid: tuple[int, ...] | None = None
         self.index: tuple[int, ...] = ()
+        self.slow = False
+        """Whether it runs only when no other task can."""
         self.polled_at = -1
         """The version of memory at which it last found nothing new."""
 
