@@ -97,8 +97,10 @@ class Chunks:
                 f"a fused kernel needs equal shards: {self.rows} rows do not divide over "
                 f"{self.ranks} ranks. Uneven shards take the collective and the product apart."
             )
-        if not 1 <= self.splits <= self.chunk:
-            raise PlanError(f"{self.splits} flags for a shard of {self.chunk} rows")
+        if not _all_announce(self.chunk, self.splits):
+            raise PlanError(
+                f"{self.splits} flags for a shard of {self.chunk} rows leave one without rows"
+            )
 
     @property
     def chunk(self) -> int:
@@ -120,7 +122,12 @@ def splits_for(tiles: int, programs: int, chunk_rows: int) -> int:
     """Flags per shard: one, or up to four where there are few waves of tiles to hide behind."""
     waves = tiles / programs
     wanted = 1 if waves >= FEW_WAVES else 2 if waves >= FEW_WAVES / 2 else MAX_SPLITS
-    return max(1, min(wanted, chunk_rows))
+    return max(splits for splits in range(1, wanted + 1) if _all_announce(chunk_rows, splits))
+
+
+def _all_announce(chunk: int, splits: int) -> bool:
+    """Whether each flag has rows to announce: of 9 rows, 4 flags announce 3, 3, 3 and none."""
+    return splits >= 1 and (splits - 1) * ceil_div(chunk, splits) < chunk
 
 
 def buffer_of(call: int) -> int:

@@ -17,6 +17,7 @@ from msc.codegen.kernels.epilogue import Epilogue
 from msc.codegen.kernels.gather_gemm import GatherGemm
 from msc.codegen.kernels.gather_weight_gradient import GatherWeightGradient
 from msc.codegen.kernels.gemm_scatter import GemmScatter
+from msc.codegen.kernels.protocol import Chunks, splits_for
 from msc.ir.errors import PlanError
 from msc.testing.interpreter import Deadlock
 from tests.codegen.kernels.fused import (
@@ -177,21 +178,32 @@ def test_every_mutant_is_caught_within_five_seeds(name: str) -> None:
     rows=st.integers(8, 72),
     n=st.sampled_from([8, 24, 32, 64]),
     k=st.sampled_from([16, 40, 64]),
-    splits=st.integers(1, 4),
+    tiles=st.integers(1, 10),
     seed=st.integers(0, 2**20),
     count=st.integers(1, 2),
     resident=st.sampled_from([1, 2, None]),
 )
 def test_any_shape_any_schedule(
-    ranks: int, rows: int, n: int, k: int, splits: int, seed: int, count: int, resident: int | None
+    ranks: int, rows: int, n: int, k: int, tiles: int, seed: int, count: int, resident: int | None
 ) -> None:
     target = few(SM_90, 3)
     calls = Calls(seed, count, resident)
+    splits = splits_for(tiles, 1, rows)  # of few tiles: more flags
     gathered = GatherGemm(ranks * rows, k, (n,), ranks, "float32", target, TILES, "nk", splits)
     assert run_gather(gathered, calls) <= TOLERANCE["float32"]
     scattered = GemmScatter(ranks * rows, n, k, ranks, "float32", target, TILES)
     worst, _ = run_scatter(scattered, dataclasses.replace(calls, resident=None))
     assert worst <= TOLERANCE["float32"]
+
+
+@given(tiles=st.integers(1, 2000), programs=st.integers(1, 132), rows=st.integers(1, 500))
+def test_more_flags_for_fewer_waves(tiles: int, programs: int, rows: int) -> None:
+    splits = splits_for(tiles, programs, rows)
+    assert Chunks(4 * rows, 4, splits).splits == splits
+    if tiles >= 6 * programs:
+        assert splits == 1
+    elif rows >= 4 and tiles < 3 * programs:
+        assert splits > 1
 
 
 def test_uneven_shards_are_refused() -> None:
@@ -208,7 +220,9 @@ def test_refusals() -> None:
         gather(2, widths=())
     with pytest.raises(PlanError, match="swiglu is of one weight"):
         gather(2, widths=(8, 8), epilogue=Epilogue(activation="swiglu"))
-    with pytest.raises(PlanError, match="5 flags for a shard of 4 rows"):
+    with pytest.raises(PlanError, match="5 flags for a shard of 4 rows leave one without rows"):
         gather_gemm.emit(gather(2, m=8, splits=5))
+    with pytest.raises(PlanError, match="4 flags for a shard of 9 rows"):
+        gather_gemm.emit(gather(2, m=18, splits=4))
     with pytest.raises(PlanError, match="reads x and dy, not 'w'"):
         dataclasses.replace(GRADIENTS[0], gathered="w")
