@@ -43,6 +43,7 @@ class Case:
 
     expected: the results in float64, computed by other ops; exact: results must equal bit for bit.
     rival: torch's op for the same work; None where torch has none. work: FLOPs, or bytes moved.
+    parts: the two things that `run` does at once, one by one: how much of the shorter is hidden.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Case:
     unit: str
     dtype: torch.dtype
     exact: bool = False
+    parts: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 
 
 class Make:

@@ -1,12 +1,14 @@
-"""Check every opaque op on a CUDA device against float64, and time it beside torch's own op.
+"""Check every opaque op and every Triton kernel on a CUDA device against float64, and time them.
 
     python -m benchmarks.gpu_check               one CUDA device, torch 2.11 or newer, a few minutes
     python -m benchmarks.gpu_check --cpu         tiny sizes on the CPU: tests this script
 
-One line per op: its error against a float64 computation on the same device by other means, its
-time, what that makes in TFLOP/s or GB/s, and the time over that of torch's op for the same work
-(below 1 is faster). The most important ops come first; what does not fit into `--seconds` is listed
-as skipped. Exits with 1 if an op is wrong or fails. Writes `gpu_check_<device>.json`.
+One line per op or kernel: its error against a float64 computation on the same device by other
+means, its time, what that makes in TFLOP/s or GB/s, and the time over that of torch's op for the
+same work (below 1 is faster). The most important come first; what does not fit into `--seconds` is
+listed as skipped. Kernels of several virtual ranks come last: should they wait for each other for
+ever, a watchdog ends the run. Exits with 1 if anything is wrong or fails. Writes
+`gpu_check_<device>.json` after every family.
 
 Nothing of MSC has run on a GPU yet: the numbers of this script will be the first.
 """
@@ -16,9 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -29,8 +33,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_cases import FAMILIES, LARGE, TINY, Case, Make, Sizes
+from benchmarks.gpu_cases import FAMILIES as OP_FAMILIES
+from benchmarks.gpu_cases import LARGE, TINY, Case, Make, Sizes
+from benchmarks.gpu_kernels import attention_kernel_cases, product_kernel_cases
+from benchmarks.gpu_ranks import pcie_cases, scatter_rank_cases
+from benchmarks.gpu_row_kernels import optimizer_kernel_cases, row_kernel_cases
 
+FAMILIES = (
+    product_kernel_cases,
+    attention_kernel_cases,
+    row_kernel_cases,
+    optimizer_kernel_cases,
+    *OP_FAMILIES,
+    pcie_cases,
+    scatter_rank_cases,
+)
+FAMILY_SECONDS = 120
 RESULTS = Path(__file__).parent / "results"
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 """Largest error over the largest value: a few roundings of the dtype's results."""
@@ -68,24 +86,34 @@ def error_of(found: Any, expected: Any, exact: bool) -> float:
 
 
 def milliseconds(run: Callable[[], Any], device: str, repeats: int) -> float:
-    """Median time of a call, after two that do not count."""
-    for _ in range(2):
+    """Median time of a call, after two that do not count.
+
+    On a device so many calls are timed at once that the work of launching one is hidden.
+    """
+    measure = _device_milliseconds if device == "cuda" else _host_milliseconds
+    measure(run, 1)
+    calls = 1
+    if device == "cuda":
+        calls = max(1, min(50, round(2 / max(measure(run, 1), 0.01))))
+    return statistics.median(measure(run, calls) for _ in range(repeats))
+
+
+def _device_milliseconds(run: Callable[[], Any], calls: int) -> float:
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(calls):
         run()
-    times: list[float] = []
-    for _ in range(repeats):
-        if device == "cuda":
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            begin = time.perf_counter()
-            run()
-            times.append(1000 * (time.perf_counter() - begin))
-    return statistics.median(times)
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / calls
+
+
+def _host_milliseconds(run: Callable[[], Any], calls: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return 1000 * (time.perf_counter() - begin) / calls
 
 
 def check(case: Case, device: str, repeats: int) -> Row:
@@ -103,14 +131,24 @@ def check(case: Case, device: str, repeats: int) -> Row:
         row.rate = case.work / row.milliseconds / (1e9 if case.unit == "TFLOP/s" else 1e6)
         if case.rival is not None:
             row.ratio = row.milliseconds / milliseconds(case.rival, device, repeats)
+        if case.parts is not None and device == "cuda":
+            first, second = (milliseconds(part, device, repeats) for part in case.parts)
+            hidden = (first + second - row.milliseconds) / min(first, second)
+            row.message = f"{first:.2f} ms beside {second:.2f} ms, {hidden:.0%} hidden"
     except Exception as error:  # one op that fails must not hide the others; it fails the run
         row.status = "failed"
         row.message = f"{type(error).__name__}: {error}"
     return row
 
 
-def run(device: str, sizes: Sizes, dtypes: Sequence[torch.dtype], seconds: float) -> list[Row]:
-    """Check all families in all dtypes until `seconds` have passed."""
+def run(
+    device: str,
+    sizes: Sizes,
+    dtypes: Sequence[torch.dtype],
+    seconds: float,
+    save: Callable[[list[Row]], None] = lambda rows: None,
+) -> list[Row]:
+    """Check all families in all dtypes until `seconds` have passed; `save` after each family."""
     end = time.monotonic() + seconds
     rows: list[Row] = []
     for dtype in dtypes:
@@ -119,15 +157,26 @@ def run(device: str, sizes: Sizes, dtypes: Sequence[torch.dtype], seconds: float
             if time.monotonic() > end:
                 rows.append(Row(name, str(dtype).removeprefix("torch."), "skipped"))
                 continue
+            watchdog = threading.Timer(FAMILY_SECONDS, _give_up, (name, rows, save))
+            watchdog.start()
             try:
                 for case in family(Make(device), sizes, dtype):
                     rows.append(check(case, device, 10 if device == "cuda" else 2))
             except Exception as error:  # the operands of a family: report it, go on with the next
                 message = f"{type(error).__name__}: {error}"
                 rows.append(Row(name, str(dtype).removeprefix("torch."), "failed", message=message))
+            watchdog.cancel()
+            save(rows)
             if device == "cuda":
                 torch.cuda.empty_cache()
     return rows
+
+
+def _give_up(name: str, rows: list[Row], save: Callable[[list[Row]], None]) -> None:
+    """A kernel that waits for ever cannot be ended: keep what is known, and end the process."""
+    save([*rows, Row(name, "", "failed", message=f"no end after {FAMILY_SECONDS} s")])
+    print(f"{name}: no end after {FAMILY_SECONDS} s", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def show(rows: Sequence[Row], title: str) -> None:
@@ -170,23 +219,32 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    if options.cpu and os.environ.get("TRITON_INTERPRET") != "1":
+        # Triton decides when it is first imported, which has happened: start again
+        os.environ["TRITON_INTERPRET"] = "1"
+        arguments = [sys.executable, "-m", "benchmarks.gpu_check", *sys.argv[1:]]
+        os.execv(sys.executable, arguments)
     device = "cpu" if options.cpu else "cuda"
     name = "cpu" if options.cpu else torch.cuda.get_device_name()
     dtypes = (torch.bfloat16, torch.float32)
-    rows = run(device, TINY if options.cpu else LARGE, dtypes, options.seconds)
-    show(rows, f"{name}, torch {torch.__version__}")
-    sizes = asdict(TINY if options.cpu else LARGE)
-    data = {
-        "device": name,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "sizes": sizes,
-        "rows": [asdict(row) for row in rows],
-    }
+    sizes = TINY if options.cpu else LARGE
     options.results.mkdir(parents=True, exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     path = options.results / f"gpu_check_{slug}.json"
-    path.write_text(json.dumps(data, indent=2) + "\n")
+
+    def save(rows: list[Row]) -> None:
+        data = {
+            "device": name,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "sizes": asdict(sizes),
+            "rows": [asdict(row) for row in rows],
+        }
+        path.write_text(json.dumps(data, indent=2) + "\n")
+
+    rows = run(device, sizes, dtypes, options.seconds, save)
+    save(rows)
+    show(rows, f"{name}, torch {torch.__version__}")
     print(f"wrote {path}")
     return int(any(row.status in ("wrong", "failed") for row in rows))
 

@@ -1,0 +1,192 @@
+"""The Triton kernels of `gpu_check` that work on rows or elements: they mostly move bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.gpu_cases import Case, Make, Sizes
+from benchmarks.gpu_kernels import gives, launcher, target_of, tiles_of
+from msc.codegen.kernels import cross_entropy, dropout, linear_cross_entropy, norm, optimizer
+from msc.codegen.kernels.cross_entropy import CrossEntropy
+from msc.codegen.kernels.description import Target
+from msc.codegen.kernels.dropout import Dropout
+from msc.codegen.kernels.linear_cross_entropy import LinearCrossEntropy
+from msc.codegen.kernels.norm import Norm
+from msc.codegen.kernels.optimizer import PIECE, Moments
+from msc.ir.ops.random import flat_indices
+
+OPS = torch.ops.msc
+
+
+def row_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
+    """Norms, cross entropy and dropout, which move bytes."""
+    if dtype != torch.bfloat16:
+        return
+    rows, width = sizes.batch * sizes.sequence, sizes.hidden
+    target = target_of(make)
+    x, other, gy = (make.normal(rows, width, dtype=dtype) for _ in range(3))
+    weight = make.normal(width, dtype=dtype)
+    y, summed, dx = (torch.empty_like(x) for _ in range(3))
+    own = Norm("rms", rows, width, "bfloat16", target, residual=True)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    values = {"x": x, "residual": other, "weight": weight, "y": y, "summed": summed, "rstd": rstd}
+    moved = float(x.nbytes)
+    case = functools.partial(Case, unit="GB/s", dtype=dtype)
+    forward = launcher(norm.emit_forward(own), values)
+
+    def wanted() -> list[Tensor]:
+        value = (x + other).double()
+        return [functional.rms_norm(value, (width,), weight.double(), own.eps), value]
+
+    rival = lambda: functional.rms_norm(x + other, (width,), weight, own.eps)  # noqa: E731
+    yield case("kernel rms_norm + residual", gives(forward, y, summed), wanted, rival, 4 * moved)
+    forward()
+    parts = x.new_empty(own.programs, width, dtype=torch.float32)
+    known = {"gy": gy, "x": summed, "weight": weight, "g_summed": other, "dx": dx, "rstd": rstd}
+    kernel = norm.emit_backward(own)
+    backward = launcher(kernel, known | ({"dw_parts": parts} if own.sums_in_backward else {}))
+    yield case(
+        "kernel rms_norm backward + residual",
+        gives(backward, dx),
+        functools.partial(_rms_gradient_float64, gy, summed, weight, other, own.eps),
+        None,
+        4 * moved,
+    )
+    yield from _loss_cases(make, sizes, target, case)
+    key = OPS.rng_key(torch.tensor([5, 7]), 3).view(1).to(make.device)
+    places, _ = flat_indices([None, None], [rows, width], torch.device(make.device))
+    given = {"x": x, "row_places": places, "key": key, "y": y}
+    drop = launcher(dropout.emit(Dropout(rows, width, 0.1, "bfloat16", target)), given)
+    yield case(
+        "kernel dropout",
+        gives(drop, y),
+        lambda: [OPS.dropout(x.cpu(), 0.1, key.cpu().view(()), [None, None], [rows, width])],
+        functools.partial(functional.dropout, x, 0.1, training=True),
+        2 * moved,
+        exact=True,
+    )
+
+
+def _rms_gradient_float64(
+    gy: Tensor, x: Tensor, weight: Tensor, g_summed: Tensor, eps: float
+) -> Tensor:
+    leaf = x.double().requires_grad_()
+    with torch.enable_grad():
+        y = functional.rms_norm(leaf, (x.shape[1],), weight.double(), eps)
+        gradient = torch.autograd.grad(y, leaf, gy.double())[0]
+    return gradient + g_summed.double()
+
+
+def _loss_cases(
+    make: Make, sizes: Sizes, target: Target, case: Callable[..., Case]
+) -> Iterator[Case]:
+    rows, width = sizes.batch * sizes.sequence, sizes.vocabulary
+    logits = make.normal(rows, width, dtype=torch.bfloat16)
+    labels = make.integers(width, rows)
+    lse, picked = (logits.new_empty(rows, dtype=torch.float64) for _ in range(2))
+    g_lse, g_target = (make.normal(rows, dtype=torch.float64) for _ in range(2))
+    gradient = torch.empty_like(logits)
+    loss = CrossEntropy(rows, width, "bfloat16", target)
+    given = {"logits": logits, "target": labels, "lse": lse, "start": 0}
+    terms = launcher(cross_entropy.emit_terms(loss), {**given, "target_logit": picked})
+    expected = functools.partial(OPS.nll_terms, logits.double(), labels, None)
+    rival = functools.partial(functional.cross_entropy, logits, labels)
+    moved = float(logits.nbytes)
+    yield case("kernel cross_entropy terms", gives(terms, lse, picked), expected, rival, moved)
+    known = {**given, "g_lse": g_lse, "g_target": g_target, "gradient": gradient}
+    backward = launcher(cross_entropy.emit_gradient(loss), known)
+
+    def wanted() -> Tensor:
+        own = logits.double()
+        found: Tensor = OPS.nll_terms_backward(g_lse, g_target, own, labels, expected()[0], None)
+        return found
+
+    yield case("kernel cross_entropy gradient", gives(backward, gradient), wanted, None, 2 * moved)
+    yield from _head_cases(make, sizes, target, labels)
+
+
+def _head_cases(make: Make, sizes: Sizes, target: Target, labels: Tensor) -> Iterator[Case]:
+    rows, width, depth = labels.shape[0], sizes.vocabulary, sizes.hidden
+    x = make.normal(rows, depth, dtype=torch.bfloat16)
+    w = make.normal(width, depth, dtype=torch.bfloat16) / math.sqrt(depth)
+    tiles = dataclasses.replace(tiles_of(make, target), parts=1)
+    head = LinearCrossEntropy(rows, width, depth, "bfloat16", target, tiles)
+    highest, total = (x.new_empty(head.columns, rows, dtype=torch.float32) for _ in range(2))
+    lse, picked = (x.new_empty(rows, dtype=torch.float64) for _ in range(2))
+    given: dict[str, Any] = {"target": labels, "start": 0, "highest": highest, "total": total}
+    given["target_logit"] = picked
+    first = launcher(linear_cross_entropy.emit_terms(head), {**given, "x": x, "w": w})
+    second = launcher(linear_cross_entropy.emit_combine(head), {**given, "lse": lse})
+
+    def both() -> list[Tensor]:
+        first()
+        second()
+        return [lse, picked]
+
+    yield Case(
+        "kernel linear_cross_entropy terms",
+        both,
+        lambda: OPS.nll_terms(x.double() @ w.double().t(), labels, None),
+        lambda: functional.cross_entropy(x @ w.t(), labels),
+        2.0 * rows * width * depth,
+        "TFLOP/s",
+        torch.bfloat16,
+    )
+
+
+def optimizer_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
+    """One AdamW step of eight tensors in one launch."""
+    if dtype != torch.bfloat16:
+        return
+    size = sizes.parameters // 8
+    lists = {
+        name: [make.normal(size, dtype=own) for _ in range(8)]
+        for name, own in (
+            ("parameters", dtype),
+            ("gradients", dtype),
+            ("firsts", torch.float32),
+            ("seconds", torch.float32),
+        )
+    }
+    for second in lists["seconds"]:
+        second.abs_()
+    tables = {
+        name: torch.tensor([x.data_ptr() for x in own], device=make.device)
+        for name, own in lists.items()
+    }
+    each = -(-size // PIECE)
+    betas = (0.9, 0.999)
+    moments = Moments(8, 8 * each, "bfloat16", "bfloat16", target_of(make), betas, 1e-8, 0.1)
+    corrections = [1 / (1 - beta**3) for beta in betas]
+    given = {
+        "lengths": torch.full((8,), size, device=make.device),
+        "tensors": torch.arange(8, device=make.device).repeat_interleave(each).int(),
+        "starts": torch.arange(each, device=make.device).mul(PIECE).repeat(8),
+        "scalars": torch.tensor([1e-3, *corrections, 1.0, 0.0], device=make.device),
+    }
+    before = [lists[name][0].double() for name in lists]
+    run = launcher(optimizer.emit_adam(moments), tables | given)
+
+    def step() -> list[Tensor]:
+        run()  # in place: only the first of the steps is compared
+        return [lists["parameters"][0].clone(), lists["firsts"][0].clone()]
+
+    def wanted() -> list[Tensor]:
+        p, g, m, v = before
+        m, v = betas[0] * m + 0.1 * g, betas[1] * v + 0.001 * g**2
+        update = m * corrections[0] / ((v * corrections[1]).sqrt() + 1e-8)
+        return [p * (1 - 1e-4) - 1e-3 * update, m]
+
+    moved = sum(float(x.nbytes) for own in lists.values() for x in own)
+    moved += sum(
+        float(x.nbytes) for name in ("parameters", "firsts", "seconds") for x in lists[name]
+    )
+    yield Case("kernel adamw", step, wanted, None, moved, "GB/s", dtype)

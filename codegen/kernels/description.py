@@ -1,0 +1,98 @@
+"""What describes an emitted kernel: its target, its arguments, its text and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msc.ir.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device. `shared_limit`: bytes of shared memory that one program may use."""
+
+    name: str
+    capability: int
+    shared_limit: int
+    processors: int
+
+    @property
+    def has_tensor_memory_accelerator(self) -> bool:
+        """Whether loads and stores of whole tiles go through tensor descriptors."""
+        return self.capability >= 90
+
+
+SM_80 = Target("sm_80", 80, 166_912, 108)
+SM_90 = Target("sm_90", 90, 232_448, 132)
+TARGETS = (SM_80, SM_90)
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""Triton's names of the dtypes that kernels compute on, as they stand in signatures."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut: a program makes `m` by `n` elements in steps of `k`.
+
+    group: rows of tiles that are made column after column, so that they share loads in L2.
+    parts: pieces in which the epilogue stores a tile; two of them need half the shared memory.
+    """
+
+    m: int
+    n: int
+    k: int
+    group: int = 8
+    warps: int = 8
+    stages: int = 3
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a kernel.
+
+    kind: "pointer" to elements of `dtype`; "descriptor" of a contiguous 2-D tensor, moved in
+    `block`s; "table" of int64 addresses; or a number, "int32" or "int64", whose value no kernel is
+    specialized for.
+    """
+
+    name: str
+    kind: str
+    dtype: str = ""
+    block: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An emitted kernel.
+
+    source: the text of a Python module whose function `entry` is the kernel. grid: programs per
+    dim. cooperative: all programs must be resident at once, since some wait for others. matrix:
+    its work is products of matrices, which belong on tensor cores.
+    """
+
+    name: str
+    source: str
+    entry: str
+    arguments: tuple[Argument, ...]
+    grid: tuple[int, ...]
+    target: Target
+    warps: int
+    stages: int
+    matrix: bool = False
+    cooperative: bool = False
+
+
+def check_dtype(op: str, dtype: str) -> None:
+    """PlanError if kernels do not compute on `dtype`."""
+    if dtype not in BYTES:
+        raise PlanError(
+            f"{op}: no kernel computes on {dtype}; there are kernels for {', '.join(BYTES)}. "
+            "ATen's own op takes every dtype."
+        )
+
+
+def ceil_div(value: int, by: int) -> int:
+    """The number of pieces of at most `by` that `value` is cut into."""
+    return -(-value // by)

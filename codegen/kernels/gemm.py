@@ -1,0 +1,136 @@
+"""One matrix product on one device, with what follows it: forward, input and weight gradient.
+
+A persistent kernel: as many programs as the device has processors, each taking every so many-th
+tile, so that the epilogue of one tile overlaps with the loads of the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msc.codegen.kernels import order
+from msc.codegen.kernels.description import (
+    Argument,
+    Kernel,
+    Target,
+    Tiles,
+    ceil_div,
+    check_dtype,
+)
+from msc.codegen.kernels.epilogue import Epilogue, Store, store_tile
+from msc.codegen.kernels.product import (
+    Operand,
+    Product,
+    Span,
+    described,
+    short,
+    use_descriptors,
+)
+from msc.codegen.kernels.source import fill, module
+
+KERNEL = """
+@triton.jit
+def gemm($arguments):
+    for tile in $loop:
+        tile_m, tile_n = tile_at(tile)
+        row = tile_m * BM
+        column = tile_n * BN
+        <<zeros>>
+        <<steps>>
+        <<store>>
+"""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """c[m, n] = epilogue(a @ b); a is [m, k] or [k, m], b is [n, k] or [k, n], all contiguous.
+
+    With "swiglu" b has 2 n rows: those of the gate, then those of up.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    target: Target
+    tiles: Tiles
+    a_layout: str = "mk"
+    b_layout: str = "nk"
+    epilogue: Epilogue = field(default_factory=Epilogue)
+
+    @property
+    def name(self) -> str:
+        """Unique among kernels: what it computes, at which size and in which tiles."""
+        layouts = f"{self.a_layout}_{self.b_layout}{self.epilogue.label}"
+        return f"gemm_{layouts}_{self.m}x{self.n}x{self.k}_{short(self.dtype)}"
+
+
+def emit(gemm: Gemm) -> Kernel:
+    """The kernel. PlanError for a dtype that it does not compute on."""
+    check_dtype("gemm", gemm.dtype)
+    tiles, target = gemm.tiles, gemm.target
+    rows, columns = ceil_div(gemm.m, tiles.m), ceil_div(gemm.n, tiles.n)
+    a, b = operands(gemm)
+    output = Operand("c", "mk", (gemm.m, gemm.n), gemm.dtype)  # only its alignment is asked for
+    by_descriptor = use_descriptors(target, (a, b, output))
+    if by_descriptor:
+        a, b = described(a), described(b)
+    rights = (b,) * len(gemm.epilogue.accumulators)
+    product = Product(a, rights, gemm.epilogue.accumulators)
+    row_span = Span("row", "M", gemm.m % tiles.m == 0)
+    column_span = Span("column", "N", gemm.n % tiles.n == 0)
+    right_spans = (column_span, Span("N + column", "2 * N", column_span.exact))[: len(rights)]
+    c_block = (tiles.m, tiles.n // tiles.parts)
+    arguments = (
+        a.argument(tiles),
+        b.argument(tiles),
+        Argument("c", "descriptor", gemm.dtype, c_block)
+        if by_descriptor
+        else Argument("c", "pointer", gemm.dtype),
+        *gemm.epilogue.arguments(gemm.dtype),
+    )
+    store = Store("c", "N", gemm.dtype, by_descriptor, output.wide)
+    programs = min(rows * columns, target.processors)
+    text = fill(
+        KERNEL,
+        arguments=", ".join(argument.name for argument in arguments),
+        loop="tl.range(tl.program_id(0), TILES_M * TILES_N, PROGRAMS, flatten=True)"
+        if by_descriptor
+        else "range(tl.program_id(0), TILES_M * TILES_N, PROGRAMS)",
+        zeros=product.zeros(),
+        steps=product.steps(row_span, right_spans, Span("0", "K", gemm.k % tiles.k == 0)),
+        store=store_tile(gemm.epilogue, store, row_span, column_span, tiles.parts),
+    )
+    constants = {
+        "M": gemm.m,
+        "N": gemm.n,
+        "K": gemm.k,
+        "BM": tiles.m,
+        "BN": tiles.n,
+        "BK": tiles.k,
+        "GROUP": tiles.group,
+        "TILES_M": rows,
+        "TILES_N": columns,
+        "PROGRAMS": programs,
+    }
+    title = f"c[{gemm.m}, {gemm.n}] = a @ b over {gemm.k}, for {target.name}."
+    return Kernel(
+        gemm.name,
+        module(title, constants, order.plain(rows, tiles.group), text),
+        "gemm",
+        arguments,
+        (programs,),
+        target,
+        tiles.warps,
+        tiles.stages,
+        matrix=gemm.dtype != "float32",
+    )
+
+
+def operands(gemm: Gemm) -> tuple[Operand, Operand]:
+    """Both factors, with the shapes that their layouts give."""
+    b_rows = 2 * gemm.n if gemm.epilogue.activation == "swiglu" else gemm.n
+    a_shape = (gemm.m, gemm.k) if gemm.a_layout == "mk" else (gemm.k, gemm.m)
+    b_shape = (b_rows, gemm.k) if gemm.b_layout == "nk" else (gemm.k, b_rows)
+    a = Operand("a", gemm.a_layout, a_shape, gemm.dtype)
+    return a, Operand("b", gemm.b_layout, b_shape, gemm.dtype)

@@ -1,0 +1,191 @@
+"""A matrix product and the reduce-scatter of its result in one kernel.
+
+Each tile goes straight into the memory of the rank that owns its rows, into the slot of the rank
+that computed it, and raises that tile's counter there. When a program has made all of its tiles, it
+adds up tiles that its own rank owns: the slots of all ranks, in the order of the ranks, so that the
+sum does not depend on who came first. Chunks of rows come in order of rank, this rank's own last.
+
+A program that adds up waits for tiles of others on its own rank, so all programs must be resident:
+the launch is cooperative.
+
+Two buffers of slots and of counters in turns are enough. A rank writes call e + 2's tiles only
+after its own call e + 1 has ended, which waited for a tile of every rank's call e + 1, which that
+rank made after its own call e had ended, with all that it read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msc.codegen.kernels import protocol
+from msc.codegen.kernels.description import (
+    Argument,
+    Kernel,
+    Target,
+    Tiles,
+    ceil_div,
+    check_dtype,
+)
+from msc.codegen.kernels.product import (
+    Operand,
+    Product,
+    Span,
+    described,
+    element,
+    short,
+    use_descriptors,
+)
+from msc.codegen.kernels.protocol import Chunks
+from msc.codegen.kernels.source import fill, module
+
+KERNEL = """
+@triton.jit(do_not_specialize=["rank", "want"])
+def gemm_scatter(a, b, c, slots, slots_of, counters, counters_of, rank, want):
+    for tile in range(tl.program_id(0), RANKS * CHUNK_TILES_M * TILES_N, PROGRAMS):
+        chunk, tile_m, tile_n = tile_at(tile, rank)
+        row = chunk * CHUNK + tile_m * BM
+        column = tile_n * BN
+        <<zeros>>
+        <<steps>>
+        # into the owner's memory: its slot for this rank
+        owner = tl.load(slots_of + chunk).to(tl.pointer_type($staged))
+        owner = tl.multiple_of(owner, 16)
+        slot_rows = tile_m * BM + tl.arange(0, BM)
+        slot_columns = column + tl.arange(0, BN)
+        slot_at = (rank * CHUNK + slot_rows)[:, None]$wide * N + slot_columns[None, :]
+        tl.store(owner + slot_at, acc.to($staged)$mask)
+        counts = tl.load(counters_of + chunk).to(tl.pointer_type(tl.int32))
+        signal(counts + tile_m * TILES_N + tile_n)
+    for tile in range(tl.program_id(0), CHUNK_TILES_M * TILES_N, PROGRAMS):
+        wait(counters + tile, want)
+        slot_rows = tile // TILES_N * BM + tl.arange(0, BM)
+        slot_columns = tile % TILES_N * BN + tl.arange(0, BN)
+        total = tl.zeros((BM, BN), dtype=tl.float32)
+        for source in range(RANKS):
+            slot_at = (source * CHUNK + slot_rows)[:, None]$wide * N + slot_columns[None, :]
+            total += tl.load(slots + slot_at$load_mask).to(tl.float32)
+        tl.store(c + slot_rows[:, None]$wide * N + slot_columns[None, :], total.to($result)$mask)
+"""
+
+
+@dataclass(frozen=True)
+class GemmScatter:
+    """c[m / ranks, n] = the sum over ranks of a[m, k] @ b, of the rows that this rank owns.
+
+    a, b: this rank's part of the contraction; b_layout "nk" for the forward of a row-parallel
+    linear, "kn" for the input gradient of a column-parallel one. slots: [ranks, m / ranks, n] of
+    `staged`, counters: int32, one per tile of a chunk; `slots_of` and `counters_of` hold their
+    addresses on every rank. The two sets of them are used in turns, and call number e (from 1)
+    passes want = ranks * ((e + 1) // 2): how often each tile of this set was raised.
+    """
+
+    m: int
+    n: int
+    k: int
+    ranks: int
+    dtype: str
+    target: Target
+    tiles: Tiles
+    b_layout: str = "nk"
+    staged: str = ""
+
+    @property
+    def name(self) -> str:
+        """Unique among kernels."""
+        staged = f"_via_{short(self.staged)}" if self.staged not in ("", self.dtype) else ""
+        return (
+            f"gemm_scatter_{self.b_layout}_tp{self.ranks}_{self.m}x{self.n}x{self.k}"
+            f"_{short(self.dtype)}{staged}"
+        )
+
+    @property
+    def chunks(self) -> Chunks:
+        """The rows that each rank owns."""
+        return Chunks(self.m, self.ranks)
+
+    @property
+    def counters(self) -> int:
+        """Counters of one set."""
+        return ceil_div(self.chunks.chunk, self.tiles.m) * ceil_div(self.n, self.tiles.n)
+
+
+def want(ranks: int, call: int) -> int:
+    """What the counters of call number `call` (from 1) reach."""
+    return ranks * protocol.uses_of_buffer(call)
+
+
+def emit(scatter: GemmScatter) -> Kernel:
+    """The kernel. PlanError for a dtype and for uneven shards."""
+    staged = scatter.staged or scatter.dtype
+    for dtype in (scatter.dtype, staged):
+        check_dtype("linear + reduce-scatter", dtype)
+    tiles, chunk = scatter.tiles, scatter.chunks.chunk
+    a = Operand("a", "mk", (scatter.m, scatter.k), scatter.dtype)
+    shape = (scatter.n, scatter.k) if scatter.b_layout == "nk" else (scatter.k, scatter.n)
+    b = Operand("b", scatter.b_layout, shape, scatter.dtype)
+    if use_descriptors(scatter.target, (a, b)):
+        a, b = described(a), described(b)
+    product = Product(a, (b,), ("acc",))
+    chunk_tiles, columns = ceil_div(chunk, tiles.m), ceil_div(scatter.n, tiles.n)
+    row_span = Span("row", "(chunk + 1) * CHUNK", chunk % tiles.m == 0)
+    column_span = Span("column", "N", scatter.n % tiles.n == 0)
+    inside = [
+        "" if row_span.exact else "(slot_rows[:, None] < CHUNK)",
+        "" if column_span.exact else "(slot_columns[None, :] < N)",
+    ]
+    mask = " & ".join(filter(None, inside))
+    programs = min(scatter.ranks * chunk_tiles * columns, scatter.target.processors)
+    slots = Operand("slots", "mk", (scatter.m, scatter.n), staged)
+    text = fill(
+        KERNEL,
+        zeros=product.zeros(),
+        steps=product.steps(row_span, (column_span,), Span("0", "K", scatter.k % tiles.k == 0)),
+        staged=element(staged),
+        result=element(scatter.dtype),
+        wide=slots.wide,
+        mask=f", mask={mask}" if mask else "",
+        load_mask=f", mask={mask}, other=0.0" if mask else "",
+    )
+    constants = {
+        "RANKS": scatter.ranks,
+        "CHUNK": chunk,
+        "N": scatter.n,
+        "K": scatter.k,
+        "BM": tiles.m,
+        "BN": tiles.n,
+        "BK": tiles.k,
+        "GROUP": tiles.group,
+        "CHUNK_TILES_M": chunk_tiles,
+        "TILES_N": columns,
+        "PROGRAMS": programs,
+    }
+    return Kernel(
+        scatter.name,
+        module(
+            f"c = reduce-scatter over {scatter.ranks} ranks of a[{scatter.m}, {scatter.k}] @ b, "
+            f"for {scatter.target.name}.",
+            constants,
+            protocol.wait(through_tma=False),
+            protocol.signal(),
+            protocol.chunked_order(chunk_tiles, tiles.group, own_first=False),
+            text,
+        ),
+        "gemm_scatter",
+        (
+            a.argument(tiles),
+            b.argument(tiles),
+            Argument("c", "pointer", scatter.dtype),
+            Argument("slots", "pointer", staged),
+            Argument("slots_of", "table"),
+            Argument("counters", "pointer", "int32"),
+            Argument("counters_of", "table"),
+            Argument("rank", "int32"),
+            Argument("want", "int32"),
+        ),
+        (programs,),
+        scatter.target,
+        tiles.warps,
+        tiles.stages,
+        matrix=scatter.dtype != "float32",
+        cooperative=True,
+    )
