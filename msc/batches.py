@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from msc.capture.inputs import InputInfo
+from msc.ir import actions
 from msc.ir.errors import InputError
 from msc.ir.layout import InputLayout
 from msc.program import Program
@@ -28,6 +30,23 @@ class RowSource(Protocol):
 
 
 Data = RowSource | Iterable[Any]
+
+
+class Loading(Mapping[str, Callable[[], Tensor]]):
+    """Inputs that are loaded when the first of them is asked for (`msc.ir.actions.arrived`)."""
+
+    def __init__(self, names: Iterable[str], load: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._names = tuple(names)
+        self._load = functools.cache(load)
+
+    def __getitem__(self, name: str) -> Callable[[], Tensor]:
+        return lambda: self._load()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Batches:
@@ -49,11 +68,20 @@ class Batches:
         self._device = device
         self._iterator: Iterator[Any] | None = None
         self._taken = 0
-        self._wanted = {
-            node.meta["name"]
-            for node in program.rank_graph(rank).graph.find_nodes(op="placeholder")
-            if node.meta["kind"] == "input"
-        }
+        graph = program.rank_graph(rank).graph
+        given = graph.find_nodes(op="placeholder")
+        self._wanted = {node.meta["name"] for node in given if node.meta["kind"] == "input"}
+        arrived = graph.find_nodes(op="call_function", target=actions.arrived)
+        self._may_load_later = bool(arrived)
+
+    def while_gathering(self, load: Callable[[], dict[str, Tensor]]) -> Mapping[str, Any]:
+        """The inputs that `load` gives, loaded inside of the step if its program can wait for them.
+
+        That is if it begins with gathers of parameters, which run meanwhile.
+        """
+        if self._may_load_later:
+            return Loading(self._wanted, load)
+        return load()
 
     def position(self) -> Any:
         """What the data's `state_dict` says, as JSON has it; None for data that has none."""

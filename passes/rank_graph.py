@@ -81,6 +81,7 @@ class _Builder:
         self.inputs: dict[tuple[str, str], fx.Node] = {}
         self.parameters: dict[str, fx.Node] = {}
         self.sharding = shard_group(unit)
+        self.arrived: dict[str, fx.Node] = {}
         self.coordinates: dict[str, fx.Node] = {}
         self.step_values: dict[str, fx.Node] = {}
         self.buffers: dict[tuple[int, str], fx.Node] = {}
@@ -250,6 +251,19 @@ class _Builder:
         with self.unit.fake_mode:
             return torch.empty(shape, dtype=micro_batch.dtype)
 
+    def _input(self, kind: str, name: str) -> fx.Node:
+        """An input, buffer or key of the step.
+
+        An input is waited for where it is read first, so that parameters can be on their way to
+        this rank while its batch is loaded.
+        """
+        node = self.inputs[kind, name]
+        if kind != "input" or self.sharding is None:
+            return node
+        if name not in self.arrived:
+            self.arrived[name] = self._act(actions.arrived, node, val=node.meta["val"])
+        return self.arrived[name]
+
     def _coordinate(self, axis: str) -> fx.Node:
         if axis not in self.coordinates:
             with self.unit.fake_mode:
@@ -272,7 +286,7 @@ class _Builder:
         args = []
         for node in placeholders(prologue.gm):
             kind, name = node.meta["kind"], node.meta["name"]
-            args.append(self._coordinate(name) if kind == "coordinate" else self.inputs[kind, name])
+            args.append(self._coordinate(name) if kind == "coordinate" else self._input(kind, name))
         outputs = prologue.gm.graph.output_node().args[0]
         val = tuple(node.meta["val"] for node in outputs)  # type: ignore[union-attr]
         call = self._call("prologue", prologue.gm, args, val)
@@ -288,7 +302,7 @@ class _Builder:
             val = self.read[kind, name].meta["val"]
             if kind == "input":
                 dim = self.settings.batch_dims.get(name)
-                node = self.inputs[kind, name]
+                node = self._input(kind, name)
                 if dim is not None and count > 1:
                     node = self._act(actions.micro_batch, node, dim, micro_batch, count, val=val)
                 nodes.append(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ class LocalActions:
     def stage_rank(self, stage: int) -> int:
         """The rank at pp coordinate `stage` that is elsewhere as this one."""
         return self.mesh.rank({**self._coordinate, "pp": stage})
+
+    @staticmethod
+    def arrived(value: Tensor | Callable[[], Tensor]) -> Tensor:
+        """An input; a function is called for it."""
+        return value if isinstance(value, Tensor) else value()
 
     @staticmethod
     def micro_batch_index(index: int) -> Tensor:

@@ -26,10 +26,11 @@ class RankState:
     seed: int = 0
     skipped: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
-    def arguments(self, graph: fx.GraphModule, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    def arguments(self, graph: fx.GraphModule, inputs: Mapping[str, Any]) -> list[Any]:
         """The values of a rank graph's placeholders for the next step, in order.
 
-        Moments start at zero. `inputs` are this rank's rows of each input.
+        Moments start at zero. `inputs` are this rank's rows of each input, or functions that give
+        them, where the graph waits for inputs (`msc.ir.actions.arrived`).
         """
         values: list[Tensor] = []
         for node in graph.graph.find_nodes(op="placeholder"):

@@ -39,6 +39,15 @@ def coordinate(axis: str) -> Any:
 
 
 @_action
+def arrived(value: Any) -> Any:
+    """An input of the step: what a rank is given, or if that is a function, what it returns.
+
+    So an input may be loaded while what stands before this node is under way.
+    """
+    return _executed_only("arrived")
+
+
+@_action
 def micro_batch_index(index: int) -> Any:
     """A micro-batch's number as a 0-dim int64 tensor on the CPU."""
     return _executed_only("micro_batch_index")

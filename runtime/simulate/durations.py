@@ -22,6 +22,7 @@ class Kind(Enum):
 
 COSTS: dict[Any, Kind] = {
     actions.coordinate: Kind.FREE,
+    actions.arrived: Kind.FREE,
     actions.micro_batch_index: Kind.FREE,
     actions.micro_batch: Kind.FREE,
     actions.unflatten: Kind.FREE,
