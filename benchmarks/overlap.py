@@ -58,7 +58,7 @@ RESULTS = Path(__file__).parent / "results"
 SEVEN_BILLION = GPTConfig(layers=32, hidden=4096, heads=32, sequence=2048, vocabulary=51200)
 TENSOR = ("overlap", "overlap-borders")
 DATA = ("gather-late", "reduce-early")
-ROUNDS = 7
+ROUNDS = 25
 
 Result = dict[str, Any]
 
@@ -131,7 +131,7 @@ SIMULATED = (
 SMALL = GPTConfig(layers=4, hidden=128, heads=4, sequence=128, vocabulary=512)
 LINK = Cluster(
     name="a core and a link of 300 MB/s",
-    flops_per_s=4e10,
+    flops_per_s=7.5e10,
     memory_bytes_per_s=5e9,
     memory_bytes=8e9,
     devices_per_node=8,
