@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from msc.cost.fused import fused_call
+from msc.cost.topology import group_spans
+from msc.ir.groups import Group
 from msc.passes.block_time import block_time
 from msc.passes.call_cost import call_cost
 from msc.passes.collective_gemms import Gather, Place, Reduce, places
@@ -47,6 +50,8 @@ def best_form(gm: fx.GraphModule, place: Place, settings: Settings) -> tuple[Pla
     """
     if settings.cost.cluster is None:
         return None, _NO_CLUSTER
+    if against := _against(gm, place, settings):
+        return None, against
     before = _time(gm, settings)
     found = [_try(gm, place, form, before, settings) for form in range(len(_forms(place)))]
     best = max(found, key=lambda trial: (trial.pays, trial.gain))
@@ -76,10 +81,26 @@ def _forms(place: Place) -> Sequence[Place]:
     return [place]
 
 
+def _against(gm: fx.GraphModule, place: Place, settings: Settings) -> str:
+    """What speaks against fusing a place before anything is modelled, or ""."""
+    cluster = settings.cost.cluster
+    assert cluster is not None
+    stages = range(settings.mesh.axis_size("pp"))
+    group = Group.parse(place.group)
+    spans = group_spans(settings.mesh, group, stages, cluster.devices_per_node)
+    call = fused_call(fuse(_same(_copy(gm), place)))
+    return call.against(cluster, max(span.nodes for span in spans))
+
+
+def _same(gm: fx.GraphModule, place: Place) -> Place:
+    """A place in a copy of its graph."""
+    (found,) = (each for each in places(gm) if each.start.name == place.start.name)
+    return found
+
+
 def _try(gm: fx.GraphModule, place: Place, form: int, before: float, settings: Settings) -> _Trial:
     trial = _copy(gm)
-    (same,) = (each for each in places(trial) if each.start.name == place.start.name)
-    chosen = _forms(same)[form]
+    chosen = _forms(_same(trial, place))[form]
     pair = _pair_cost(chosen, settings)
     alone = call_cost(fuse(chosen), settings)
     return _Trial(form, alone, pair, before - _time(trial, settings))

@@ -13,7 +13,13 @@ import torch
 from msc.cost.clusters import presets
 from msc.ir.errors import PlanError
 
-_MAY_BE_ZERO = ("node_latency_s", "network_latency_s", "launch_s")
+_MAY_BE_ZERO = (
+    "node_latency_s",
+    "network_latency_s",
+    "launch_s",
+    "fused_least_rows",
+    "fused_least_flops",
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,9 @@ class Cluster:
     the peak that GEMMs reach, as measured; multiprocessors: that work on the tiles of a GEMM at
     once, 1 if tiles are so small that their number does not matter; fused_gemm_rate: the rate of a
     GEMM that is fused with a collective, over that of the library's (persistent Triton kernels
-    reach 0.85 to 0.95 of cuBLAS on Hopper: tritonbench, PR 894); sources: where the figures are
-    from.
+    reach 0.85 to 0.95 of cuBLAS on Hopper: tritonbench, PR 894); fused_least_rows and
+    fused_least_flops: of such GEMMs, below which they were seen to lose, whatever a model says;
+    sources: where the figures are from.
     """
 
     name: str
@@ -44,6 +51,8 @@ class Cluster:
     gemm_efficiency: float = 1.0
     multiprocessors: int = 1
     fused_gemm_rate: float = 0.9
+    fused_least_rows: int = 0
+    fused_least_flops: float = 0.0
     dtype_flops_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     sources: str = ""
 

@@ -1,11 +1,9 @@
 """Seconds of a fused collective: GEMMs in parts, whose transfers run beside them.
 
-The kernel is a persistent one: `multiprocessors` programs take the tiles of the GEMMs in order, a
-part after the other (Chang et al., "FLUX", arXiv 2406.06858). Gathering, the own shard comes first,
-which is there, and the tiles of another part start when it has arrived. Reducing, the own part
-comes last, and a part leaves when all its tiles are made; so what stays exposed is the first or the
-last part, or what the link cannot move in the time of the GEMMs. Tiles are equal, so a tile starts
-when the one `multiprocessors` before it has ended: the model is exact for such a schedule.
+The tiles of the GEMMs, on a device that works on `multiprocessors` of them at once, and the parts
+that travel are events of `msc.cost.tile_schedule`: gathering, the own shard comes first, which is
+there; reducing, the own part comes last (Chang et al., "FLUX", arXiv 2406.06858). What stays
+exposed is the first or the last part, or what the link cannot move in the time of the GEMMs.
 
 What it costs to multiply in parts: the rows of a part are rounded up to tiles on their own, waits
 leave programs idle, and such a kernel runs at `fused_gemm_rate` of the library's rate.
@@ -14,7 +12,6 @@ leave programs idle, and such a kernel runs at `fused_gemm_rate` of the library'
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,6 +22,7 @@ from torch import Tensor, fx
 from msc.cost.cluster import Cluster
 from msc.cost.flops import nbytes
 from msc.cost.roofline import Work
+from msc.cost.tile_schedule import TileSchedule, gather, scatter
 from msc.ir.communication import FUSED, MOVES, moved_tensors
 from msc.ir.values import tensor_of
 
@@ -52,6 +50,11 @@ class FusedCall:
     over_rows: tuple[Work, ...]
     moved_bytes: int
     extra_bytes: int
+
+    @property
+    def rows(self) -> int:
+        """Of the gathered value, or of the one to be reduced."""
+        return self.parts * self.runs * self.part_rows
 
     @property
     def flops(self) -> float:
@@ -82,17 +85,28 @@ class FusedCall:
         if not self.by_rows:
             return max(cluster.launch_s, transfer_s) + over_rows_s + moving
         wide = sum(math.ceil(n / TILE_COLUMNS) for n in self.columns)
-        rows = self.parts * self.runs * self.part_rows
-        seconds = _in_parts(
-            self.kind == "reduce_scatter",
+        whole_tiles = math.ceil(self.rows / TILE_ROWS) * wide  # as many as the library has
+        waves = math.ceil(whole_tiles / cluster.multiprocessors)
+        schedule = TileSchedule(
             self.parts,
-            self.runs * math.ceil(self.part_rows / TILE_ROWS) * wide,
-            math.ceil(rows / TILE_ROWS) * wide,
+            self.runs * math.ceil(self.part_rows / TILE_ROWS),
+            wide,
             cluster.multiprocessors,
-            by_rows_s / cluster.fused_gemm_rate,
-            transfer_s,
+            tile_s=by_rows_s / cluster.fused_gemm_rate / waves,
+            chunk_s=transfer_s / (self.parts - 1),
         )
-        return seconds + over_rows_s + moving
+        return _in_parts(self.kind, schedule) + over_rows_s + moving
+
+    def against(self, cluster: Cluster, nodes: int) -> str:
+        """Why a group on so many nodes should not fuse it whatever its model says, or ""."""
+        if nodes > 1:
+            return f"the group spans {nodes} nodes, and fused kernels reach the memory of one"
+        if self.rows < cluster.fused_least_rows:
+            return f"{self.rows} rows; with less than {cluster.fused_least_rows} fused kernels lose"
+        if self.flops < cluster.fused_least_flops:
+            least = f"{cluster.fused_least_flops:.0e}"
+            return f"{self.flops:.1e} FLOPs; with less than {least} fused kernels lose"
+        return ""
 
 
 def fused_call(node: fx.Node) -> FusedCall:
@@ -138,39 +152,7 @@ def _gemm(like: Tensor, m: int, n: int, k: int) -> Work:
 
 
 @lru_cache(maxsize=4096)
-def _in_parts(
-    reduces: bool,
-    parts: int,
-    part_tiles: int,
-    whole_tiles: int,
-    programs: int,
-    gemm_s: float,
-    transfer_s: float,
-) -> float:
-    """Seconds of the GEMMs in parts and of the transfers that they do not hide.
-
-    gemm_s: of `whole_tiles` tiles at once; transfer_s: of the parts of all other ranks.
-    """
-    tile_s = gemm_s / math.ceil(whole_tiles / programs)
-    step = transfer_s / (parts - 1)
-    arrivals = [0.0] * parts if reduces else [index * step for index in range(parts)]
-    ends = _tile_ends(arrivals, part_tiles, programs, tile_s)
-    if not reduces:
-        return max(ends)
-    link = 0.0
-    for index in range(parts - 1):
-        made = max(ends[index * part_tiles : (index + 1) * part_tiles])
-        link = max(link, made) + step
-    return max(link, *ends)
-
-
-def _tile_ends(
-    arrivals: Sequence[float], part_tiles: int, programs: int, tile_s: float
-) -> list[float]:
-    """When each tile ends; those of a part start when it has arrived."""
-    ends: list[float] = []
-    for arrival in arrivals:
-        for _ in range(part_tiles):
-            free = ends[-programs] if len(ends) >= programs else 0.0
-            ends.append(max(free, arrival) + tile_s)
-    return ends
+def _in_parts(kind: str, schedule: TileSchedule) -> float:
+    """Seconds of the GEMMs in parts and of the transfers that they do not hide."""
+    run = gather if kind == "all_gather" else scatter
+    return run(schedule).fused_s

@@ -23,21 +23,27 @@ def call(kind: str, rows: int, columns: int, ranks: int = 8) -> FusedCall:
     return FusedCall(kind, ranks, rows // ranks, 1, (columns,), (work,), (), 0, 0)
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize(
-    ("rows", "columns", "ratio", "speedup"),
+    ("kind", "rows", "columns", "ratio", "speedup"),
     [
-        (8192, 6144, 0.29, 1.29),  # 12 waves: all is hidden
-        (8192, 6144, 0.5, 1.50),
-        (8192, 6144, 1.0, 1.71),  # all but the first or the last part
-        (2048, 6144, 0.29, 1.19),  # 3 waves
-        (8192, 1280, 1.4, 1.38),
+        ("all_gather", 8192, 6144, 0.29, 1.29),  # 12 waves: all is hidden
+        ("all_gather", 8192, 6144, 0.5, 1.50),
+        ("all_gather", 8192, 6144, 1.0, 1.71),  # all but the first part
+        ("all_gather", 2048, 6144, 0.29, 1.19),  # 3 waves
+        ("all_gather", 8192, 1280, 1.4, 1.38),
+        ("reduce_scatter", 8192, 6144, 0.29, 1.29),
+        ("reduce_scatter", 8192, 6144, 0.5, 1.50),
+        ("reduce_scatter", 8192, 6144, 1.0, 2 / (1 + 1 / 12)),  # all but the first wave
+        # 72 of the 336 tiles of others are made in the last of 3 waves
+        ("reduce_scatter", 2048, 6144, 0.29, 1.29 / (1 + 0.29 * 72 / 336)),
+        ("reduce_scatter", 8192, 1280, 1.4, 2.4 / (1.4 + 1 / 3)),
     ],
 )
 def test_gains_of_tile_schedules(
     kind: str, rows: int, columns: int, ratio: float, speedup: float
 ) -> None:
-    """Over GEMM, then transfer, by an independent event model of 8 ranks and 132 programs."""
+    """Over GEMM, then transfer: gathers by an independent event model of 8 ranks and 132 programs,
+    reductions by hand: a tile is sent when it is made."""
     cluster = dataclasses.replace(H100, fused_gemm_rate=1.0)
     found = call(kind, rows, columns).seconds_of(cluster, 1.0, 0.0, ratio)
     assert (1 + ratio) / found == pytest.approx(speedup, abs=0.005)
@@ -49,6 +55,22 @@ def test_few_rows_cost_more_than_they_hide() -> None:
         call("all_gather", rows, 6144).seconds_of(H100, 1.0, 0.0, 0.3) for rows in (512, 8192)
     )
     assert few > 1.3 > many
+
+
+@pytest.mark.parametrize(
+    ("rows", "flops", "nodes", "why"),
+    [
+        (8192, 2e11, 1, ""),
+        (2048, 1e11, 1, ""),
+        (1024, 2e11, 1, "1024 rows; with less than 2048 fused kernels lose"),
+        (8192, 9e10, 1, "9.0e+10 FLOPs; with less than 1e+11 fused kernels lose"),
+        (8192, 2e11, 2, "the group spans 2 nodes, and fused kernels reach the memory of one"),
+    ],
+)
+def test_what_no_model_may_fuse(rows: int, flops: float, nodes: int, why: str) -> None:
+    work = Work(flops, torch.bfloat16)
+    found = dataclasses.replace(call("all_gather", rows, 6144), by_rows=(work,))
+    assert found.against(H100, nodes) == why
 
 
 def test_nothing_hides_a_transfer_but_rows_in_parts() -> None:

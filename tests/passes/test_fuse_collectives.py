@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,9 +84,20 @@ def test_what_pays_on_a_cluster_is_fused() -> None:
 
 
 def test_few_rows_are_not_worth_it_on_a_real_cluster() -> None:
-    unit = compiled("tp=2", "auto", Cluster.load("h100"))
+    h100 = Cluster.load("h100")
+    unit = compiled("tp=2", "auto", h100)
+    assert num_fused(unit) == 0
+    assert all("rows; with less than 2048 fused kernels lose" in f.what for f in unit.fusions)
+    # nor is it by the model alone
+    unit = compiled("tp=2", "auto", replace(h100, fused_least_rows=0, fused_least_flops=0.0))
     assert num_fused(unit) == 0
     assert all("too little to multiply" in each.what for each in unit.fusions)
+
+
+def test_memory_of_other_nodes_is_out_of_reach() -> None:
+    unit = compiled("tp=2", "auto", replace(SLOW_LINKS, devices_per_node=1), 512)
+    assert num_fused(unit) == 0
+    assert all("the group spans 2 nodes" in each.what for each in unit.fusions)
 
 
 def test_a_block_that_is_sharded_unequally_stays_as_it_is() -> None:
