@@ -15,7 +15,7 @@ from msc.passes.compilation import Compilation
 from msc.passes.cut import cut
 from msc.passes.differentiate import Differentiated, differentiate
 from msc.passes.fuse_bias import FuseBias
-from msc.passes.fuse_collectives import FuseCollectives
+from msc.passes.fuse_collectives.apply import FuseCollectives
 from msc.passes.fuse_sums import FuseSums
 from msc.passes.merge_branches import MergeBranches
 from msc.passes.normalize import NORMALIZE

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
+from tests.passes.test_collective_gemms import LINEAR, gather, lowered
 
 from msc.cost import CostModel
 from msc.ir.mesh import Mesh
 from msc.passes.block_time import block_time
 from msc.passes.call_cost import call_cost
-from msc.passes.collective_gemms import places
 from msc.passes.compilation import Settings
-from msc.passes.fused_collective import fuse
+from msc.passes.fuse_collectives.places import places
+from msc.passes.fuse_collectives.rewrite import fuse
+from tests.passes.fuse_collectives.test_apply import SLOW_LINKS
 from tests.passes.graphs import Forward
-from tests.passes.test_collective_gemms import LINEAR, gather, lowered
-from tests.passes.test_fuse_collectives import SLOW_LINKS
 
 
 def test_block_time_is_what_computing_does_not_hide() -> None:

@@ -30,11 +30,11 @@ from msc.ir.ops.fused_collectives import MATMUL_REDUCE_SCATTER
 from msc.ir.passes import UnitPass
 from msc.ir.printer import format_graph
 from msc.ir.rewrites import Finding
-from msc.passes.collective_gemms import Place, places
 from msc.passes.compilation import Compilation, Settings
 from msc.passes.differentiate import Differentiated
-from msc.passes.fused_collective import fuse
-from msc.passes.fusion_gain import best_form
+from msc.passes.fuse_collectives.gain import best_form
+from msc.passes.fuse_collectives.places import Place, places
+from msc.passes.fuse_collectives.rewrite import fuse
 
 _OTHERS_DIFFER = (
     "tp shards this block unequally, so that ranks have graphs of their own, which might choose "

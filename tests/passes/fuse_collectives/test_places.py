@@ -13,8 +13,8 @@ from torch import fx
 
 from msc.ir.mesh import Mesh
 from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
-from msc.passes.collective_gemms import Gather, Reduce, places
-from msc.passes.fused_collective import fuse
+from msc.passes.fuse_collectives.places import Gather, Reduce, places
+from msc.passes.fuse_collectives.rewrite import fuse
 from msc.passes.lower_collectives import lower_collectives
 from msc.runtime.virtual import VirtualExecutor
 from tests.passes.graphs import (

@@ -10,7 +10,7 @@ from torch import fx
 
 from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from msc.ir.values import carry
-from msc.passes.collective_gemms import Gather, Place, Reduce
+from msc.passes.fuse_collectives.places import Gather, Place, Reduce
 
 
 def fuse(place: Place) -> fx.Node:

@@ -11,7 +11,7 @@ import pytest
 from msc.cost import Cluster, CostModel
 from msc.ir.communication import collective_kind
 from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
-from msc.passes.fuse_collectives import FuseCollectives
+from msc.passes.fuse_collectives.apply import FuseCollectives
 from msc.passes.overlap import Overlap
 from tests.passes.graphs import GPT, captured, through, token_batch
 

@@ -12,9 +12,9 @@ from msc.cost.topology import group_spans
 from msc.ir.groups import Group
 from msc.passes.block_time import block_time
 from msc.passes.call_cost import call_cost
-from msc.passes.collective_gemms import Gather, Place, Reduce, places
 from msc.passes.compilation import Settings
-from msc.passes.fused_collective import fuse
+from msc.passes.fuse_collectives.places import Gather, Place, Reduce, places
+from msc.passes.fuse_collectives.rewrite import fuse
 from msc.passes.overlap import overlapped
 
 LEAST_GAIN = 0.03

@@ -1,0 +1,1 @@
+"""A collective and the GEMMs beside it as one op."""
