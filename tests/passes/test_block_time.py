@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from tests.passes.test_collective_gemms import LINEAR, gather, lowered
 
 from msc.cost import CostModel
 from msc.ir.mesh import Mesh
@@ -13,6 +12,7 @@ from msc.passes.compilation import Settings
 from msc.passes.fuse_collectives.places import places
 from msc.passes.fuse_collectives.rewrite import fuse
 from tests.passes.fuse_collectives.test_apply import SLOW_LINKS
+from tests.passes.fuse_collectives.test_places import LINEAR, gather, lowered
 from tests.passes.graphs import Forward
 
 
