@@ -26,13 +26,13 @@ from msc.ir.placement import Partial
 from msc.ir.structure import placeholders
 from msc.ir.torch_private import lazy_graph_module
 from msc.passes.buckets import bucket_limit
-from msc.passes.chunks import Chunk, Key
+from msc.passes.chunks import Chunk
 from msc.passes.compilation import Compilation, Variant
 from msc.passes.gradient_sums import GradientSums
 from msc.passes.optimizer_step import OptimizerStep, state_keys
 from msc.passes.reduce_gradients import reduce_gradients, reduce_tied
-from msc.passes.schedules.messages import receiver
 from msc.passes.schedules.stages import Step
+from msc.passes.transfers import Transfers
 from msc.passes.zero.parameters import ParametersInUse
 from msc.passes.zero.shard_data import shard_group
 
@@ -62,7 +62,6 @@ class _Builder:
         self.variant = variant
         self.settings = unit.settings
         self.stage = stage
-        self.waits = waits
         self.chunks = [chunk for chunk in variant.chunks if chunk.stage == stage]
         self.read = {  # what the chunks read, as their graphs have it
             (n.meta["kind"], n.meta["name"]): n
@@ -85,9 +84,7 @@ class _Builder:
         self.coordinates: dict[str, fx.Node] = {}
         self.step_values: dict[str, fx.Node] = {}
         self.buffers: dict[tuple[int, str], fx.Node] = {}
-        self.received: dict[Step, tuple[fx.Node, tuple[torch.Tensor, ...]]] = {}
-        self.sent: dict[Step, fx.Node] = {}
-        self.passed: dict[Step, list[fx.Node]] = {}
+        self.transfers = Transfers(self._act, unit, variant, stage, waits)
         self.results: dict[tuple[int, int], list[fx.Node]] = {}
         reduced = self.sharding if self.settings.zero >= 2 else None
         self.sums = GradientSums(
@@ -121,18 +118,15 @@ class _Builder:
         for step, following in zip(steps, (*steps[1:], None), strict=True):
             if following is not None:
                 self._announce(following)  # so that it arrives while this step computes
-            arrived = self._arrived(step)
-            for sent in self.waits.get(step, ()):
-                if sent in self.sent:
-                    self._act(actions.wait, self.sent.pop(sent))
+            arrived = self.transfers.arrived(step)
+            self.transfers.release(step)
             if step.kind == "forward":
                 self._forward(step, arrived)
             elif step.kind == "backward":
                 self._backward(step, arrived)
             else:
                 self._weight_backward(step)
-        for token in self.sent.values():
-            self._act(actions.wait, token)
+        self.transfers.finish()
         summed = self.sums.finish()
         gradients = {name: summed[name] for name in self.trained if name in summed}
         reduce_gradients(self._act, self.unit, self.sharding, self.chunks, gradients)
@@ -323,66 +317,15 @@ class _Builder:
         chunk = next(chunk for chunk in self.chunks if name in chunk.written)
         return self.buffers[chunk.index, name]
 
-    # -- transfers
-
-    def _source(self, step: Step) -> tuple[int, list[Key]]:
-        """The chunk that a step gets values from, and which."""
-        chunk = self._chunk(step)
-        if step.kind == "forward":
-            return chunk.index - 1, chunk.received
-        return chunk.index + 1, chunk.received_gradients if step.kind == "backward" else []
+    # -- work
 
     def _chunk(self, step: Step) -> Chunk:
         return self.variant.chunks[step.chunk]
 
-    def _stage_of(self, chunk: int) -> int:
-        return self.unit.schedule.stages.of(chunk)
-
-    def _channel(self, step: Step, sender: int, reader: int) -> str:
-        """Activations and gradients go apart: stages may send both to the same neighbour."""
-        kind = "" if step.kind == "forward" else " gradients"
-        return f"pp:{sender}>{reader}{kind}"
-
     def _announce(self, step: Step) -> None:
         """Start what brings a step its operands."""
-        self._post(step)
+        self.transfers.post(step)
         self.in_use.announce(step)
-
-    def _post(self, step: Step) -> None:
-        """Start receiving what another stage sends to a step."""
-        source, keys = self._source(step)
-        if not keys or self._stage_of(source) == self.stage:
-            return
-        values = [self.variant.value_meta[key]["val"] for key in keys]
-        shapes = [tuple(value.shape) for value in values]
-        dtypes = [value.dtype for value in values]
-        sender = self._stage_of(source)
-        channel = self._channel(step, sender, self.stage)
-        token = self._act(actions.recv, sender, channel, shapes, dtypes)
-        self.received[step] = token, tuple(values)
-
-    def _arrived(self, step: Step) -> list[fx.Node]:
-        """What a step gets from the chunk before it, once it is there."""
-        if step not in self.received:
-            return self.passed.pop(step, [])
-        token, values = self.received.pop(step)
-        done = self._act(actions.wait, token, val=values)
-        return [self._pick(done, index) for index in range(len(values))]
-
-    def _pass_on(self, step: Step, results: fx.Node, count: int) -> None:
-        """Hand the first `count` results of a step to the chunk that reads them."""
-        reader = receiver(step, len(self.variant.chunks))
-        if not count or reader is None:
-            return
-        values = [self._pick(results, index) for index in range(count)]
-        stage = self._stage_of(reader.chunk)
-        if stage == self.stage:
-            self.passed[reader] = values
-        else:
-            channel = self._channel(step, self.stage, stage)
-            self.sent[step] = self._act(actions.send, values, stage, channel)
-
-    # -- work
 
     def _call_chunk(self, name: str, gm: fx.GraphModule, args: Sequence[fx.Node]) -> fx.Node:
         if id(gm) not in self.values:
@@ -396,7 +339,7 @@ class _Builder:
         args = [*self._arguments(step), *received]
         call = self._call_chunk(f"chunk{chunk.index}_forward", chunk.forward, args)
         if chunk.sent:
-            self._pass_on(step, self._pick(call, 0), len(chunk.sent))
+            self.transfers.pass_on(step, self._pick(call, 0), len(chunk.sent))
         if chunk.has_loss:
             value = self._pick(call, 1)
             self.loss = self._sum(self.loss, (value,), (value.meta["val"],))
@@ -419,7 +362,7 @@ class _Builder:
         args = [*self.in_use.of(step), *stored, *received]
         call = self._call_chunk(f"chunk{chunk.index}_backward", chunk.backward, args)
         if chunk.sent_gradients:
-            self._pass_on(step, self._pick(call, 0), len(chunk.sent_gradients))
+            self.transfers.pass_on(step, self._pick(call, 0), len(chunk.sent_gradients))
         if chunk.weight_backward is not None:
             kept = self._pick(call, 1)
             self.results[step.chunk, step.micro_batch] = [

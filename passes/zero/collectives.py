@@ -43,7 +43,7 @@ class ShardGroup:
 
     def shard_of(self, name: str, whole: Tensor) -> Tensor:
         """The fake tensor of a rank's shard of a parameter's fake tensor."""
-        return self._fake(self.shards[name].shape(whole.shape), whole.dtype)
+        return self.fake(self.shards[name].shape(whole.shape), whole.dtype)
 
     def placements_of(self, name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
         """The placements of a rank's shard of a parameter, of which `meta` has the whole one's."""
@@ -57,8 +57,8 @@ class ShardGroup:
         """Start to gather some parameters, all of one dtype, in one collective."""
         sizes = [node.meta["val"].numel() for node in shards]
         dtype = shards[0].meta["val"].dtype
-        flat = act(actions.flatten, list(shards), val=self._fake((sum(sizes),), dtype))
-        val = self._fake((self.parts * sum(sizes),), dtype)
+        flat = act(actions.flatten, list(shards), val=self.fake((sum(sizes),), dtype))
+        val = self.fake((self.parts * sum(sizes),), dtype)
         start = act(c10d.all_gather_into_tensor.default, flat, self.parts, self.group, val=val)
         return Gathering(self, tuple(names), start)
 
@@ -77,14 +77,15 @@ class ShardGroup:
             [self.shards[name].dim for name in names],
             self.parts,
             *converted,
-            val=self._fake((self.parts * numel,), dtype),
+            val=self.fake((self.parts * numel,), dtype),
         )
-        val = self._fake((numel,), dtype)
+        val = self.fake((numel,), dtype)
         reduce = c10d.reduce_scatter_tensor.default
         start = act(reduce, flat, "sum", self.parts, self.group, val=val)
         return Reduction(self, tuple(names), start, tuple(map(tuple, shapes)))
 
-    def _fake(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def fake(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A fake tensor."""
         with self.fake_mode:
             return torch.empty(tuple(shape), dtype=dtype)
 
@@ -124,7 +125,7 @@ class Reduction:
         """Wait; this rank's shards of the sums, by parameter."""
         flat = self.start.meta["val"]
         done = act(c10d.wait_tensor.default, self.start, val=flat)
-        vals = tuple(self.sharding._fake(shape, flat.dtype) for shape in self.shapes)
+        vals = tuple(self.sharding.fake(shape, flat.dtype) for shape in self.shapes)
         split = act(actions.unflatten, done, list(self.shapes), val=vals)
         return _items(act, split, self.names)
 
