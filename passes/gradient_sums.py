@@ -86,8 +86,11 @@ class GradientSums:
         if self.together > 1:
             limit = self.limit(sum(nbytes(gradients[name].meta["val"]) for name in split))
         started = [
-            self.sharding.start_reduction(self.act, names, [gradients[name] for name in names])
+            reduction
             for names in buckets(split, gradients, limit)
+            for reduction in self.sharding.start_reductions(
+                self.act, {name: gradients[name] for name in names}
+            )
         ]
         self.flying.append(((chunk.index, 1), started, whole))
 

@@ -61,8 +61,8 @@ def reduce_gradients(
         assert sharding is not None
         limit = _limit(unit, "reduce_scatter", sharding.group, members, gradients)
         for bucket in buckets(members, gradients, limit):
-            started = sharding.start_reduction(act, bucket, [gradients[n] for n in bucket])
-            gradients |= started.finish(act)
+            for started in sharding.start_reductions(act, {n: gradients[n] for n in bucket}):
+                gradients |= started.finish(act)
     for (group, _), members in summed.items():
         limit = _limit(unit, "all_reduce", group, members, gradients)
         for bucket in buckets(members, gradients, limit):

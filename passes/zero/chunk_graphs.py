@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from msc.ir.structure import placeholders
@@ -158,13 +157,8 @@ class _Gather(_Copy):
                 copied.meta = {**node.meta, **shown, "val": val}
 
     def _start(self, number: int) -> None:
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for name in self.buckets.get(number, ()):
-            by_dtype.setdefault(self.given[name].meta["val"].dtype, []).append(name)
-        self.flying[number] = [
-            self.sharding.start_gather(self.act, names, [self.nodes[self.given[n]] for n in names])
-            for names in by_dtype.values()
-        ]
+        shards = {name: self.nodes[self.given[name]] for name in self.buckets.get(number, ())}
+        self.flying[number] = self.sharding.start_gathers(self.act, shards)
 
     def _finish(self, number: int) -> None:
         for gathering in self.flying.pop(number, ()):
@@ -210,17 +204,9 @@ class _Reduce(_Copy):
         return Reduced(self.finish(output), kept, tuple(self.names[index] for index in rest))
 
     def _start(self, number: int) -> None:
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index in self.buckets.get(number, ()):
-            by_dtype.setdefault(self.gradients[index].meta["val"].dtype, []).append(index)
-        self.flying[number] = [
-            self.sharding.start_reduction(
-                self.act,
-                [self.names[i] for i in indices],
-                [self.nodes[self.gradients[i]] for i in indices],
-            )
-            for indices in by_dtype.values()
-        ]
+        indices = self.buckets.get(number, ())
+        gradients = {self.names[i]: self.nodes[self.gradients[i]] for i in indices}
+        self.flying[number] = self.sharding.start_reductions(self.act, gradients)
 
     def _finish(self, number: int) -> None:
         for reduction in self.flying.pop(number, ()):

@@ -53,28 +53,33 @@ class ShardGroup:
         kinds = [kind for kind in ("placement", "grad_placement") if kind in meta]
         return {kind: {**meta[kind], **own} for kind in kinds}
 
-    def start_gather(self, act: Act, names: Sequence[str], shards: Sequence[fx.Node]) -> Gathering:
-        """Start to gather some parameters, all of one dtype, in one collective."""
-        sizes = [node.meta["val"].numel() for node in shards]
-        dtype = shards[0].meta["val"].dtype
-        flat = act(actions.flatten, list(shards), val=self.fake((sum(sizes),), dtype))
+    def start_gathers(self, act: Act, shards: Mapping[str, fx.Node]) -> list[Gathering]:
+        """Start to gather some parameters, those of one dtype in one collective."""
+        return [self._start_gather(act, each) for each in _by_dtype(shards)]
+
+    def start_reductions(self, act: Act, gradients: Mapping[str, fx.Node]) -> list[Reduction]:
+        """Start to sum some gradients, those of one dtype at once; each rank gets its shards."""
+        return [self._start_reduction(act, each) for each in _by_dtype(gradients)]
+
+    def _start_gather(self, act: Act, shards: Mapping[str, fx.Node]) -> Gathering:
+        vals = [node.meta["val"] for node in shards.values()]
+        sizes = [val.numel() for val in vals]
+        dtype = vals[0].dtype
+        flat = act(actions.flatten, list(shards.values()), val=self.fake((sum(sizes),), dtype))
         val = self.fake((self.parts * sum(sizes),), dtype)
         start = act(c10d.all_gather_into_tensor.default, flat, self.parts, self.group, val=val)
-        return Gathering(self, tuple(names), start)
+        return Gathering(self, tuple(shards), start)
 
-    def start_reduction(
-        self, act: Act, names: Sequence[str], gradients: Sequence[fx.Node]
-    ) -> Reduction:
-        """Start to sum some gradients, all of one dtype; each rank gets its shards."""
-        vals = [node.meta["val"] for node in gradients]
-        shapes = [self.shards[n].shape(v.shape) for n, v in zip(names, vals, strict=True)]
+    def _start_reduction(self, act: Act, gradients: Mapping[str, fx.Node]) -> Reduction:
+        vals = [node.meta["val"] for node in gradients.values()]
+        shapes = [self.shards[n].shape(v.shape) for n, v in zip(gradients, vals, strict=True)]
         dtype = self.master or vals[0].dtype
         converted = () if dtype == vals[0].dtype else (dtype,)
         numel = sum(torch.Size(shape).numel() for shape in shapes)
         flat = act(
             actions.flatten_shards,
-            list(gradients),
-            [self.shards[name].dim for name in names],
+            list(gradients.values()),
+            [self.shards[name].dim for name in gradients],
             self.parts,
             *converted,
             val=self.fake((self.parts * numel,), dtype),
@@ -82,7 +87,7 @@ class ShardGroup:
         val = self.fake((numel,), dtype)
         reduce = c10d.reduce_scatter_tensor.default
         start = act(reduce, flat, "sum", self.parts, self.group, val=val)
-        return Reduction(self, tuple(names), start, tuple(map(tuple, shapes)))
+        return Reduction(self, tuple(gradients), start, tuple(map(tuple, shapes)))
 
     def fake(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A fake tensor."""
@@ -128,6 +133,13 @@ class Reduction:
         vals = tuple(self.sharding.fake(shape, flat.dtype) for shape in self.shapes)
         split = act(actions.unflatten, done, list(self.shapes), val=vals)
         return _items(act, split, self.names)
+
+
+def _by_dtype(nodes: Mapping[str, fx.Node]) -> list[dict[str, fx.Node]]:
+    found: dict[torch.dtype, dict[str, fx.Node]] = {}
+    for name, node in nodes.items():
+        found.setdefault(node.meta["val"].dtype, {})[name] = node
+    return list(found.values())
 
 
 def _items(act: Act, split: fx.Node, names: Sequence[str]) -> dict[str, fx.Node]:

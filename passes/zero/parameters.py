@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from msc.cost.flops import nbytes
@@ -107,13 +106,7 @@ class ParametersInUse:
 
     def _start(self, names: Sequence[str]) -> list[Gathering]:
         assert self.sharding is not None
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for name in names:
-            by_dtype.setdefault(self.held[name].meta["val"].dtype, []).append(name)
-        return [
-            self.sharding.start_gather(self.act, each, [self.held[name] for name in each])
-            for each in by_dtype.values()
-        ]
+        return self.sharding.start_gathers(self.act, {name: self.held[name] for name in names})
 
 
 def _by_call(forward: fx.GraphModule) -> list[list[str]]:
