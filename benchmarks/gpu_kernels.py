@@ -31,7 +31,7 @@ from msc.codegen.kernels.description import SM_80, SM_90, Kernel, Target, Tiles
 from msc.codegen.kernels.epilogue import Epilogue
 from msc.codegen.kernels.gather_gemm import GatherGemm
 from msc.codegen.kernels.gemm import Gemm
-from msc.codegen.kernels.load import bind, function
+from msc.codegen.kernels.launch import bind, function
 
 Values = Mapping[str, Any]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from msc.ir.errors import PlanError
 
@@ -47,6 +49,11 @@ class Tiles:
     stages: int = 3
     parts: int = 1
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """The named constants of every tiled product."""
+        return {"BM": self.m, "BN": self.n, "BK": self.k, "GROUP": self.group}
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -83,6 +90,17 @@ class Kernel:
     matrix: bool = False
     cooperative: bool = False
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told besides the arguments, to compile it or to launch it."""
+        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | ({"launch_cooperative_grid": True} if self.cooperative else {})
+
+
+def signature(arguments: Iterable[Argument]) -> str:
+    """The names of the arguments, as they stand in the kernel's definition."""
+    return ", ".join(argument.name for argument in arguments)
+
 
 def check_dtype(op: str, dtype: str) -> None:
     """PlanError if kernels do not compute on `dtype`."""
@@ -93,6 +111,21 @@ def check_dtype(op: str, dtype: str) -> None:
         )
 
 
+def short(dtype: str) -> str:
+    """The dtype as it is named in a kernel's name: `bf16`."""
+    return SHORT[dtype]
+
+
+def on_tensor_cores(dtype: str) -> bool:
+    """Whether products of this dtype belong on tensor cores, which would round float32."""
+    return dtype != "float32"
+
+
 def ceil_div(value: int, by: int) -> int:
     """The number of pieces of at most `by` that `value` is cut into."""
     return -(-value // by)
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is not below `value`: blocks of Triton have such sizes."""
+    return 1 << (value - 1).bit_length()

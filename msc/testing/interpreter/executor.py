@@ -20,7 +20,7 @@ import numpy as np
 from greenlet import getcurrent
 
 from msc.codegen.kernels.description import Kernel
-from msc.codegen.kernels.load import bind, function
+from msc.codegen.kernels.launch import bind, function
 from msc.testing.interpreter.assembly import PROXY_FENCE, Results, fences
 from msc.testing.interpreter.copy_engine import CopyEngine
 from msc.testing.interpreter.memory import Memory
