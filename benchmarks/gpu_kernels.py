@@ -164,7 +164,7 @@ def attention_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iter
             flops = 4.0 * batch * heads * length * window * size
         label = f"window {window}" if window else "causal"
         mask = window_mask(length, window, q.device) if window else None
-        given = (*(x.transpose(1, 2) for x in (q, k, v, gy)), mask, scale, True)
+        given: tuple[Any, ...] = (*(x.transpose(1, 2) for x in (q, k, v, gy)), mask, scale, True)
         rivals = (None, None) if window else sdpa(*given)
         yield Case(
             f"kernel attention {label}",

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 
 def linear_float64(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ w.T + bias."""
     product = x.double() @ w.double().t()
     return product if bias is None else product + bias.double()
 
@@ -24,7 +25,10 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
 def attention_float64(
     q: Tensor, k: Tensor, v: Tensor, gy: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk, dv, one sample at a time: the scores of all would not fit."""
+    """out, lse, dq, dk, dv of [b, h, s, d], one sample at a time: all scores would not fit.
+
+    mask: which keys are seen, or what is added to the scores; [b or 1, 1, s or 1, s] or [s, s].
+    """
     parts: list[tuple[Tensor, ...]] = []
     for i in range(q.shape[0]):
         leaves = [x[i : i + 1].double().requires_grad_() for x in (q, k, v)]
@@ -48,7 +52,7 @@ def attention_float64(
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, gy: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """torch's attention and its backward."""
+    """torch's attention and its backward, of the same arguments."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     own = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
 
@@ -64,6 +68,7 @@ def sdpa(
 
 
 def nll_float64(logits: Tensor, target: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logsumexp of each row, and the target's logit: 0 where it is not in columns `start ...`."""
     local = target if start is None else target - start
     inside = (local >= 0) & (local < logits.shape[1])
     picked = logits.double().gather(1, local.where(inside, 0).unsqueeze(1)).squeeze(1)
@@ -73,6 +78,7 @@ def nll_float64(logits: Tensor, target: Tensor, start: Tensor | None) -> tuple[T
 def nll_grad_float64(
     glse: Tensor, gtarget: Tensor, logits: Tensor, target: Tensor, start: Tensor | None
 ) -> Tensor:
+    """The gradient of the logits from those of both terms."""
     leaf = logits.double().requires_grad_()
     terms = nll_float64(leaf, target, start)
     return torch.autograd.grad(terms, leaf, (glse.double(), gtarget.double()))[0]

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from msc.codegen.kernels.description import Argument, Kernel, short
+from msc.codegen.kernels.description import Argument, Kernel
+from msc.codegen.kernels.dtypes import short
 from msc.codegen.kernels.launch import function, interpreting
 from msc.codegen.kernels.ptx_order import findings
 

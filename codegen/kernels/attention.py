@@ -11,18 +11,11 @@ Tensors are [b, s, h, d] in memory, as `msc.attention` has them, and descriptors
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    Tiles,
-    check_dtype,
-    on_tensor_cores,
-    power_of_two,
-    short,
-)
+from msc.codegen.kernels.description import Argument, Kernel, Target, Tiles, power_of_two
+from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
 from msc.codegen.kernels.source import fill, masked, module, wide_index
 from msc.ir.errors import PlanError
 
@@ -228,8 +221,12 @@ def mask(attention: Attention, tiles: Tiles, effect: str, transposed: bool = Fal
     return "\n".join(filter(None, lines))
 
 
-def key_loops(attention: Attention, tiles: Tiles, masked: str, unmasked: str) -> str:
-    """Loops over the blocks of keys (`start`) that queries `first .. first + BM` see."""
+def key_loops(attention: Attention, tiles: Tiles, step: Callable[[bool], str]) -> str:
+    """Loops over the blocks of keys (`start`) that queries `first .. first + BM` see.
+
+    step: the text of a step, with a mask or without.
+    """
+    masked, unmasked = step(True), step(False)
     low, high = "0", "LENGTH"
     if attention.causal:
         high = "min(LENGTH, first + BM)"
@@ -257,8 +254,9 @@ def key_loops(attention: Attention, tiles: Tiles, masked: str, unmasked: str) ->
     return "\n".join([edge, clamp, _loops(phases, "BN")])
 
 
-def query_loops(attention: Attention, tiles: Tiles, masked: str, unmasked: str) -> str:
-    """Loops over the blocks of queries (`start`) that see keys `first .. first + BN`."""
+def query_loops(attention: Attention, tiles: Tiles, step: Callable[[bool], str]) -> str:
+    """The same over the blocks of queries (`start`) that see keys `first .. first + BN`."""
+    masked, unmasked = step(True), step(False)
     low, high = "0", "LENGTH"
     if attention.causal:
         low = "first // BM * BM"

@@ -7,6 +7,8 @@ one program in a fixed order, so that the result is the same on every run.
 
 from __future__ import annotations
 
+from functools import partial
+
 from msc.codegen.kernels.attention import (
     Attention,
     Block,
@@ -141,12 +143,7 @@ def emit_keys(attention: Attention, tiles: Tiles) -> Kernel:
         key=heads["k"].load("key", "first", "keys"),
         value=heads["v"].load("value", "first", "keys"),
         other_documents=document_numbers(attention, "other", "keys"),
-        loops=query_loops(
-            attention,
-            tiles,
-            _keys_step(attention, tiles, heads, masked=True),
-            _keys_step(attention, tiles, heads, masked=False),
-        ),
+        loops=query_loops(attention, tiles, partial(_keys_step, attention, tiles, heads)),
         store_key=heads["dk"].store("key_acc * SCALE", "first", "keys"),
         store_value=heads["dv"].store("value_acc", "first", "keys"),
     )
@@ -168,12 +165,7 @@ def emit_queries(attention: Attention, tiles: Tiles) -> Kernel:
         lse=numbers("lse", "high", "queries"),
         delta=numbers("delta", "mean", "queries"),
         own_documents=document_numbers(attention, "own", "queries"),
-        loops=key_loops(
-            attention,
-            tiles,
-            _queries_step(attention, tiles, heads, masked=True),
-            _queries_step(attention, tiles, heads, masked=False),
-        ),
+        loops=key_loops(attention, tiles, partial(_queries_step, attention, tiles, heads)),
         store=heads["dq"].store("acc * SCALE", "first", "queries"),
     )
     grid = (ceil_div(attention.length, tiles.m), attention.heads, attention.batch)

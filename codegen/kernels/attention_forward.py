@@ -6,6 +6,8 @@ added up whenever the highest score grows (Milakov and Gimelshein, 2018; Dao, 20
 
 from __future__ import annotations
 
+from functools import partial
+
 from msc.codegen.kernels.attention import (
     Attention,
     Block,
@@ -78,12 +80,7 @@ def emit(attention: Attention, tiles: Tiles) -> Kernel:
         lanes=lanes(described),
         query=heads["q"].load("query", "first", "queries"),
         own_documents=document_numbers(attention, "own", "queries"),
-        loops=key_loops(
-            attention,
-            tiles,
-            _step(attention, tiles, heads, masked=True),
-            _step(attention, tiles, heads, masked=False),
-        ),
+        loops=key_loops(attention, tiles, partial(_step, attention, tiles, heads)),
         store=heads["out"].store("acc / total[:, None]", "first", "queries"),
     )
     grid = (ceil_div(attention.length, tiles.m), attention.heads, attention.batch)

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from msc.ir.errors import PlanError
-
 
 @dataclass(frozen=True)
 class Target:
@@ -27,10 +25,6 @@ class Target:
 SM_80 = Target("sm_80", 80, 166_912, 108)
 SM_90 = Target("sm_90", 90, 232_448, 132)
 TARGETS = (SM_80, SM_90)
-
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Triton's names of the dtypes that kernels compute on, as they stand in signatures."""
 
 
 @dataclass(frozen=True)
@@ -100,25 +94,6 @@ class Kernel:
 def signature(arguments: Iterable[Argument]) -> str:
     """The names of the arguments, as they stand in the kernel's definition."""
     return ", ".join(argument.name for argument in arguments)
-
-
-def check_dtype(op: str, dtype: str) -> None:
-    """PlanError if kernels do not compute on `dtype`."""
-    if dtype not in BYTES:
-        raise PlanError(
-            f"{op}: no kernel computes on {dtype}; there are kernels for {', '.join(BYTES)}. "
-            "ATen's own op takes every dtype."
-        )
-
-
-def short(dtype: str) -> str:
-    """The dtype as it is named in a kernel's name: `bf16`."""
-    return SHORT[dtype]
-
-
-def on_tensor_cores(dtype: str) -> bool:
-    """Whether products of this dtype belong on tensor cores, which would round float32."""
-    return dtype != "float32"
 
 
 def ceil_div(value: int, by: int) -> int:

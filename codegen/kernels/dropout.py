@@ -10,15 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    ceil_div,
-    check_dtype,
-    short,
-    signature,
-)
+from msc.codegen.kernels.description import Argument, Kernel, Target, ceil_div, signature
+from msc.codegen.kernels.dtypes import check_dtype, short
 from msc.codegen.kernels.source import fill, module
 from msc.ir.errors import PlanError
 

@@ -16,17 +16,8 @@ import math
 from dataclasses import dataclass, field, replace
 
 from msc.codegen.kernels import protocol, tile_order
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    Tiles,
-    ceil_div,
-    check_dtype,
-    on_tensor_cores,
-    short,
-    signature,
-)
+from msc.codegen.kernels.description import Argument, Kernel, Target, Tiles, ceil_div, signature
+from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
 from msc.codegen.kernels.epilogue import Epilogue, Store, store_tile
 from msc.codegen.kernels.product import Operand, Product, Span, described, use_descriptors
 from msc.codegen.kernels.protocol import Chunks

@@ -13,15 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from msc.codegen.kernels import protocol, tile_order
-from msc.codegen.kernels.description import (
-    Kernel,
-    Target,
-    Tiles,
-    ceil_div,
-    check_dtype,
-    on_tensor_cores,
-    short,
-)
+from msc.codegen.kernels.description import Kernel, Target, Tiles, ceil_div
+from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
 from msc.codegen.kernels.epilogue import Epilogue, Store, store_tile
 from msc.codegen.kernels.product import Operand, Product, Span, described, use_descriptors
 from msc.codegen.kernels.protocol import Chunks

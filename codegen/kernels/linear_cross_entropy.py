@@ -13,17 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from msc.codegen.kernels import tile_order
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    Tiles,
-    ceil_div,
-    check_dtype,
-    on_tensor_cores,
-    short,
-    signature,
-)
+from msc.codegen.kernels.description import Argument, Kernel, Target, Tiles, ceil_div, signature
+from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
 from msc.codegen.kernels.product import Operand, Product, Span, described, use_descriptors
 from msc.codegen.kernels.source import fill, masked, module
 

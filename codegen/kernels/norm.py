@@ -10,15 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    ceil_div,
-    check_dtype,
-    power_of_two,
-    short,
-)
+from msc.codegen.kernels.description import Argument, Kernel, Target, ceil_div, power_of_two
+from msc.codegen.kernels.dtypes import check_dtype, short
 from msc.codegen.kernels.source import fill, module, wide_index
 from msc.ir.errors import PlanError
 

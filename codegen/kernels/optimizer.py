@@ -13,14 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    check_dtype,
-    short,
-    signature,
-)
+from msc.codegen.kernels.description import Argument, Kernel, Target, signature
+from msc.codegen.kernels.dtypes import check_dtype, short
 from msc.codegen.kernels.source import fill, module
 
 PIECE = 2048

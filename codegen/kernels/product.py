@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from msc.codegen.kernels.description import BYTES, Argument, Target, Tiles
+from msc.codegen.kernels.description import Argument, Target, Tiles
+from msc.codegen.kernels.dtypes import BYTES
 from msc.codegen.kernels.source import fill, masked, precision, wide_index
 from msc.ir.errors import PlanError
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from textwrap import dedent, indent
 
-from msc.codegen.kernels.description import on_tensor_cores
+from msc.codegen.kernels.dtypes import on_tensor_cores
 
 _WHOLE_LINE = re.compile(r"^( *)<<(\w+)>>$")
 _NAME = re.compile(r"\$(\w+)\b")
