@@ -13,6 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 import msc.ir.ops  # noqa: F401  registers the ops
+from benchmarks.gpu_references import (
+    adamw_float64,
+    attention_float64,
+    linear_float64,
+    nll_float64,
+    nll_grad_float64,
+    sdpa,
+    window_mask,
+)
 from msc.runtime.adam import adam
 
 OPS = torch.ops.msc
@@ -90,13 +99,13 @@ def linear_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]
         yield case(
             f"linear, {layout}",
             functools.partial(OPS.linear, x, stored, bias, transposed),
-            functools.partial(_linear_float64, x, w, bias),
+            functools.partial(linear_float64, x, w, bias),
             functools.partial(functional.linear, x, w, bias),
         )
         yield case(
             f"linear_dgrad, {layout}",
             functools.partial(OPS.linear_dgrad, gy, stored, transposed),
-            functools.partial(_linear_float64, gy, w.t()),
+            functools.partial(linear_float64, gy, w.t()),
             functools.partial(torch.mm, gy_2d, w),
         )
         yield case(
@@ -110,15 +119,10 @@ def linear_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]
         lambda: OPS.linear_bgrad(gy),
         lambda: gy_2d.double().sum(0),
         lambda: gy_2d.sum(0),
-        _bytes(gy),
+        gy.nbytes,
         "GB/s",
         dtype,
     )
-
-
-def _linear_float64(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    product = x.double() @ w.double().t()
-    return product if bias is None else product + bias.double()
 
 
 def _wgrad_float64(gy_2d: Tensor, x_2d: Tensor, transposed: bool) -> Tensor:
@@ -129,7 +133,6 @@ def _wgrad_float64(gy_2d: Tensor, x_2d: Tensor, transposed: bool) -> Tensor:
 def attention_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
     """Plain, causal, window, grouped and masked; forward and backward."""
     b, s, h, d = sizes.batch, sizes.sequence, sizes.heads, sizes.hidden // sizes.heads
-    visible = torch.ones(s, s, dtype=torch.bool, device=make.device)
     window = max(2, s // 8)
     additive = make.normal(1, 1, s, s, dtype=torch.float32)
     padding = make.integers(8, b, 1, 1, s) > 0
@@ -148,12 +151,12 @@ def attention_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Ca
         scale = 1 / math.sqrt(d)
         whole: Tensor | None = mask
         if causal and reach:
-            whole = visible.tril() & ~visible.tril(-reach)
+            whole = window_mask(s, reach, q.device)
         flops = 4.0 * b * h * s * s * d
         arguments = (mask, scale, causal, reach)
         given = (q, k, v, gy, whole, scale, causal)
         out, lse = OPS.attention(q, k, v, *arguments)
-        rival = _sdpa(q, k, v, gy, whole, scale, causal and not reach)
+        rival = sdpa(q, k, v, gy, whole, scale, causal and not reach)
         yield Case(
             f"attention {name}",
             functools.partial(OPS.attention, q, k, v, *arguments),
@@ -175,49 +178,7 @@ def attention_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Ca
 
 
 def _attention_part(part: slice, *given: Any) -> tuple[Tensor, ...]:
-    return _attention_float64(*given)[part]
-
-
-def _attention_float64(
-    q: Tensor, k: Tensor, v: Tensor, gy: Tensor, mask: Tensor | None, scale: float, causal: bool
-) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk, dv, one sample at a time: the scores of all would not fit."""
-    parts: list[tuple[Tensor, ...]] = []
-    for i in range(q.shape[0]):
-        leaves = [x[i : i + 1].double().requires_grad_() for x in (q, k, v)]
-        copies = q.shape[1] // k.shape[1]
-        query, key, value = (leaves[0], *(x.repeat_interleave(copies, 1) for x in leaves[1:]))
-        scores = scale * query @ key.transpose(-1, -2)
-        if mask is not None and mask.dtype == torch.bool:
-            own = mask if mask.dim() < 4 or mask.shape[0] == 1 else mask[i : i + 1]
-            scores = scores.masked_fill(~own, float("-inf"))
-        elif mask is not None:
-            scores = scores + mask.double()
-        if causal:
-            later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(later, float("-inf"))
-        out = scores.softmax(-1) @ value
-        grads = torch.autograd.grad(out, leaves, gy[i : i + 1].double())
-        parts.append((out.detach(), scores.detach().logsumexp(-1), *grads))
-    return tuple(torch.cat(found) for found in zip(*parts, strict=True))
-
-
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, gy: Tensor, mask: Tensor | None, scale: float, causal: bool
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """torch's attention and its backward."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    own = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
-
-    def forward() -> Tensor:
-        query, key, value = leaves
-        grouped = q.shape[1] != k.shape[1]
-        return functional.scaled_dot_product_attention(
-            query, key, value, own, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
-
-    out = forward()
-    return forward, lambda: torch.autograd.grad(out, leaves, gy, retain_graph=True)
+    return attention_float64(*given)[part]
 
 
 def loss_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
@@ -231,13 +192,13 @@ def loss_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
     glse, gtarget = (make.normal(tokens, dtype=torch.float32) for _ in range(2))
     leaf = logits.detach().requires_grad_()
     loss = functional.cross_entropy(leaf, target)
-    part = _bytes(logits)
+    part = logits.nbytes
     for name, own, begin in (("", logits, None), (" half of the vocabulary", half, start)):
         lse, _ = OPS.nll_terms(own, target, begin)
         yield Case(
             f"nll_terms{name}",
             functools.partial(OPS.nll_terms, own, target, begin),
-            functools.partial(_nll_float64, own, target, begin),
+            functools.partial(nll_float64, own, target, begin),
             (lambda: functional.cross_entropy(logits, target)) if begin is None else None,
             part if begin is None else part / 2,
             "GB/s",
@@ -246,27 +207,12 @@ def loss_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
         yield Case(
             f"nll_terms_backward{name}",
             functools.partial(OPS.nll_terms_backward, glse, gtarget, own, target, lse, begin),
-            functools.partial(_nll_grad_float64, glse, gtarget, own, target, begin),
+            functools.partial(nll_grad_float64, glse, gtarget, own, target, begin),
             (lambda: torch.autograd.grad(loss, leaf, retain_graph=True)) if begin is None else None,
             2 * part if begin is None else part,
             "GB/s",
             dtype,
         )
-
-
-def _nll_float64(logits: Tensor, target: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
-    local = target if start is None else target - start
-    inside = (local >= 0) & (local < logits.shape[1])
-    picked = logits.double().gather(1, local.where(inside, 0).unsqueeze(1)).squeeze(1)
-    return logits.double().logsumexp(1), picked.where(inside, 0)
-
-
-def _nll_grad_float64(
-    glse: Tensor, gtarget: Tensor, logits: Tensor, target: Tensor, start: Tensor | None
-) -> Tensor:
-    leaf = logits.double().requires_grad_()
-    terms = _nll_float64(leaf, target, start)
-    return torch.autograd.grad(terms, leaf, (glse.double(), gtarget.double()))[0]
 
 
 def optimizer_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
@@ -288,19 +234,11 @@ def optimizer_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Ca
         parameters, (first, _) = adam(p, g, (m, v), *rest)
         return [parameters[0][: 2**20].clone(), first[0][: 2**20].clone()]
 
-    moved = sum(_bytes(x) for x in (*p, *g, *p, *m, *m, *v, *v))
+    moved = sum(x.nbytes for x in (*p, *g, *p, *m, *m, *v, *v))
     # torch keeps moments in the dtype of the parameters: the same work in float32 alone
     rival_step = optimizer.step if dtype == wide else None
-    expected = functools.partial(_adamw_float64, *before)
+    expected = functools.partial(adamw_float64, *before)
     yield Case("adamw", step, expected, rival_step, moved, "GB/s", dtype)
-
-
-def _adamw_float64(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> list[Tensor]:
-    """Parameters and first moments after step 3."""
-    m = 0.9 * m + 0.1 * g
-    v = 0.999 * v + 0.001 * g**2
-    denominator = (v / (1 - 0.999**3)).sqrt() + 1e-8
-    return [p * (1 - 1e-4) - 1e-3 * m / (1 - 0.9**3) / denominator, m]
 
 
 def dropout_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
@@ -320,7 +258,7 @@ def dropout_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case
             functools.partial(OPS.dropout, own, 0.1, key.to(make.device), here, shape),
             functools.partial(OPS.dropout, own.cpu(), 0.1, key, coordinates, shape),
             functools.partial(functional.dropout, own, 0.1, training=True),
-            2 * _bytes(own),
+            2 * own.nbytes,
             "GB/s",
             dtype,
             exact=True,
@@ -343,7 +281,7 @@ def embedding_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Ca
             functools.partial(OPS.embedding, ids, own, begin, 5),
             functools.partial(_rows_float64, w, ids, kept),
             lambda: functional.embedding(ids, w),
-            2 * _bytes(gy),
+            2 * gy.nbytes,
             "GB/s",
             dtype,
             exact=True,
@@ -353,7 +291,7 @@ def embedding_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Ca
             functools.partial(OPS.embedding_wgrad, gy, ids, begin, count, 5),
             functools.partial(_table_float64, gy, ids - shift, kept & (ids != 5), count),
             lambda: ATEN.embedding_dense_backward(gy, ids, v, 5, False),
-            _bytes(gy) + _bytes(own),
+            gy.nbytes + own.nbytes,
             "GB/s",
             dtype,
         )
@@ -377,7 +315,7 @@ def copy_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
         lambda: target.copy_(source),
         lambda: source.double(),
         source.clone,
-        2 * _bytes(source),
+        2 * source.nbytes,
         "GB/s",
         dtype,
         exact=True,
@@ -394,7 +332,3 @@ FAMILIES = (
     embedding_cases,
 )
 """The most important first."""
-
-
-def _bytes(x: Tensor) -> float:
-    return float(x.numel() * x.element_size())

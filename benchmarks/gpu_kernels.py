@@ -20,18 +20,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu_cases import TINY, Case, Make, Sizes
-from msc.codegen.kernels import (
-    attention_backward,
-    attention_forward,
-    gather_gemm,
-    gemm,
-)
+from benchmarks.gpu_references import attention_float64, linear_float64, sdpa, window_mask
+from msc.codegen.kernels import attention_backward, attention_forward, gather_gemm, gemm
 from msc.codegen.kernels.attention import Attention
+from msc.codegen.kernels.catalogue import AttentionTiles, attention_tiles, gemm_tiles
 from msc.codegen.kernels.description import SM_80, SM_90, Kernel, Target, Tiles
 from msc.codegen.kernels.epilogue import Epilogue
 from msc.codegen.kernels.gather_gemm import GatherGemm
 from msc.codegen.kernels.gemm import Gemm
-from msc.codegen.kernels.load import bind, function
+from msc.codegen.kernels.launch import bind, function
 
 Values = Mapping[str, Any]
 
@@ -68,28 +65,21 @@ def target_of(make: Make) -> Target:
 
 
 def tiles_of(make: Make, target: Target) -> Tiles:
-    """Tiles of a plain product, as the catalogue has them."""
-    if make.device == "cpu":
-        return Tiles(16, 16, 16, group=2)
-    if target.has_tensor_memory_accelerator:
-        return Tiles(128, 256, 64, warps=8, stages=4, parts=2)
-    return Tiles(128, 256, 32, warps=8, stages=3)
+    """Tiles of a plain product, as the catalogue has them; small ones in the interpreter."""
+    return Tiles(16, 16, 16, group=2) if make.device == "cpu" else gemm_tiles(target)
 
 
 def launcher(kernel: Kernel, values: Values) -> Callable[[], None]:
     """A call of the kernel on these tensors; its arguments are made once."""
     entry, arguments = function(kernel), bind(kernel, values)
-    options: dict[str, Any] = {"num_warps": kernel.warps, "num_stages": kernel.stages}
-    if kernel.cooperative:
-        options["launch_cooperative_grid"] = True
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
     if tensors[0].device.type == "cuda":
-        return lambda: entry[kernel.grid](*arguments, **options)
+        return lambda: entry[kernel.grid](*arguments, **kernel.options)
     from msc.testing.interpreter import interpreted
 
     def run() -> None:
         with interpreted():
-            entry[kernel.grid](*arguments, **options)
+            entry[kernel.grid](*arguments, **kernel.options)
 
     return run
 
@@ -118,7 +108,7 @@ def product_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterat
         gemm.emit(Gemm(size, size, size, "bfloat16", target, tiles)), {"a": a, "b": b, "c": c}
     )
     case = functools.partial(Case, work=flops, unit="TFLOP/s", dtype=dtype)
-    expected = functools.partial(_product_float64, a, b)
+    expected = functools.partial(linear_float64, a, b)
     yield case("kernel gemm", gives(plain, c), expected, rival)
     fused = GatherGemm(size, size, (size,), 8 if size > 64 else 2, "bfloat16", target, tiles)
     flags = torch.ones(fused.chunks.flags, dtype=torch.int32, device=make.device)
@@ -132,13 +122,9 @@ def product_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterat
     yield case(
         "kernel gemm + bias + gelu",
         run,
-        lambda: functional.gelu(_product_float64(a, b) + bias.double(), approximate="tanh"),
+        lambda: functional.gelu(linear_float64(a, b) + bias.double(), approximate="tanh"),
         lambda: functional.gelu(functional.linear(a, b, bias), approximate="tanh"),
     )
-
-
-def _product_float64(a: Tensor, b: Tensor) -> Tensor:
-    return a.double() @ b.double().t()
 
 
 def attention_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
@@ -148,12 +134,9 @@ def attention_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iter
     batch, length, heads, size = shapes_of(sizes).attention
     target = target_of(make)
     scale = 1 / math.sqrt(size)
-    hopper = target.has_tensor_memory_accelerator
-    tiny = make.device == "cpu"
-    forward = Tiles(16, 16, 0) if tiny else Tiles(128, 128 if hopper else 64, 0, stages=2)
-    keys = forward if tiny else Tiles(32 if hopper else 64, 128 if hopper else 64, 0, stages=2)
-    queries = forward if tiny else Tiles(128, 64 if hopper else 32, 0, stages=2)
-    sums = forward if tiny else Tiles(64, 0, 0, warps=4, stages=1)
+    tiles = attention_tiles(target, grouped=False)
+    if make.device == "cpu":
+        tiles = AttentionTiles(*[Tiles(16, 16, 0)] * 4)
     shape = (batch, length, heads, size)
     q, k, v, gy = (make.normal(*shape, dtype=dtype) for _ in range(4))
     for window in (0, max(2, length // 8)):
@@ -165,10 +148,10 @@ def attention_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iter
         forward_run, *backward_runs = (
             launcher(kernel, _seen(kernel, values))
             for kernel in (
-                attention_forward.emit(own, forward),
-                attention_backward.emit_delta(own, sums),
-                attention_backward.emit_keys(own, keys),
-                attention_backward.emit_queries(own, queries),
+                attention_forward.emit(own, tiles.forward),
+                attention_backward.emit_delta(own, tiles.delta),
+                attention_backward.emit_keys(own, tiles.keys),
+                attention_backward.emit_queries(own, tiles.queries),
             )
         )
 
@@ -180,12 +163,13 @@ def attention_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iter
         if window:
             flops = 4.0 * batch * heads * length * window * size
         label = f"window {window}" if window else "causal"
-        rivals = _attention_rivals(q, k, v, gy, scale) if not window else (None, None)
-        expected = functools.partial(_attention_float64, q, k, v, gy, scale, window)
+        mask = window_mask(length, window, q.device) if window else None
+        given: tuple[Any, ...] = (*(x.transpose(1, 2) for x in (q, k, v, gy)), mask, scale, True)
+        rivals = (None, None) if window else sdpa(*given)
         yield Case(
             f"kernel attention {label}",
             gives(forward_run, out, lse),
-            functools.partial(_part, expected, slice(0, 2)),
+            functools.partial(_attention_part, slice(0, 2), *given),
             rivals[0],
             flops,
             "TFLOP/s",
@@ -194,16 +178,12 @@ def attention_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iter
         yield Case(
             f"kernel attention_backward {label}",
             gives(backward, dq, dk, dv),
-            functools.partial(_part, expected, slice(2, 5)),
+            functools.partial(_attention_part, slice(2, 5), *given),
             rivals[1],
             2.5 * flops,
             "TFLOP/s",
             dtype,
         )
-
-
-def _part(expected: Callable[[], tuple[Tensor, ...]], part: slice) -> tuple[Tensor, ...]:
-    return expected()[part]
 
 
 def _seen(kernel: Kernel, values: Values) -> dict[str, Any]:
@@ -216,39 +196,5 @@ def _seen(kernel: Kernel, values: Values) -> dict[str, Any]:
     }
 
 
-def _attention_rivals(
-    q: Tensor, k: Tensor, v: Tensor, gy: Tensor, scale: float
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
-    query, key, value = leaves
-
-    def forward() -> Tensor:
-        return functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale
-        )
-
-    with torch.enable_grad():
-        out = forward()
-    given = gy.transpose(1, 2)
-    return forward, lambda: torch.autograd.grad(out, leaves, given, retain_graph=True)
-
-
-def _attention_float64(
-    q: Tensor, k: Tensor, v: Tensor, gy: Tensor, scale: float, window: int
-) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk, dv, one sample at a time."""
-    length = q.shape[1]
-    visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    if window:
-        visible = visible & ~visible.tril(-window)
-    parts: list[tuple[Tensor, ...]] = []
-    for i in range(q.shape[0]):
-        leaves = [x[i].double().transpose(0, 1).requires_grad_() for x in (q, k, v)]
-        with torch.enable_grad():
-            scores = scale * leaves[0] @ leaves[1].transpose(1, 2)
-            scores = scores.masked_fill(~visible, float("-inf"))
-            out = scores.softmax(-1) @ leaves[2]
-            grads = torch.autograd.grad(out, leaves, gy[i].double().transpose(0, 1))
-        lse = scores.detach().logsumexp(-1)
-        parts.append(tuple(x.detach().transpose(0, 1) for x in (out, lse, *grads)))
-    return tuple(torch.stack(found) for found in zip(*parts, strict=True))
+def _attention_part(part: slice, *given: Any) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in attention_float64(*given)[part]]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu_cases import Case, Make, Sizes
 from benchmarks.gpu_kernels import launcher, shapes_of, target_of, tiles_of
+from benchmarks.gpu_references import linear_float64
 from msc.codegen.kernels import gather_gemm, gemm_scatter
 from msc.codegen.kernels.description import Target
 from msc.codegen.kernels.gather_gemm import GatherGemm
@@ -78,7 +79,7 @@ def scatter_rank_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator
     def wanted() -> list[Tensor]:
         total = torch.zeros(m, n, dtype=torch.float64, device=make.device)
         for a, b in factors:
-            total += a.double() @ b.double().t()
+            total += linear_float64(a, b)
         return list(torch.split(total, chunk))
 
     first = call()
@@ -153,7 +154,7 @@ class PcieGather:
 
     def expected(self) -> Tensor:
         """In float64."""
-        return self.a.double() @ self.b.double().t()
+        return linear_float64(self.a, self.b)
 
 
 class Link:

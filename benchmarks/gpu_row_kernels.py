@@ -14,9 +14,15 @@ from torch.nn import functional
 
 from benchmarks.gpu_cases import Case, Make, Sizes
 from benchmarks.gpu_kernels import gives, launcher, target_of, tiles_of
+from benchmarks.gpu_references import (
+    adamw_float64,
+    linear_float64,
+    nll_float64,
+    nll_grad_float64,
+)
 from msc.codegen.kernels import cross_entropy, dropout, linear_cross_entropy, norm, optimizer
 from msc.codegen.kernels.cross_entropy import CrossEntropy
-from msc.codegen.kernels.description import Target
+from msc.codegen.kernels.description import Target, ceil_div
 from msc.codegen.kernels.dropout import Dropout
 from msc.codegen.kernels.linear_cross_entropy import LinearCrossEntropy
 from msc.codegen.kernels.norm import Norm
@@ -97,18 +103,14 @@ def _loss_cases(
     loss = CrossEntropy(rows, width, "bfloat16", target)
     given = {"logits": logits, "target": labels, "lse": lse, "start": 0}
     terms = launcher(cross_entropy.emit_terms(loss), {**given, "target_logit": picked})
-    expected = functools.partial(OPS.nll_terms, logits.double(), labels, None)
+    expected = functools.partial(nll_float64, logits, labels, None)
     rival = functools.partial(functional.cross_entropy, logits, labels)
     moved = float(logits.nbytes)
     yield case("kernel cross_entropy terms", gives(terms, lse, picked), expected, rival, moved)
     known = {**given, "g_lse": g_lse, "g_target": g_target, "gradient": gradient}
     backward = launcher(cross_entropy.emit_gradient(loss), known)
 
-    def wanted() -> Tensor:
-        own = logits.double()
-        found: Tensor = OPS.nll_terms_backward(g_lse, g_target, own, labels, expected()[0], None)
-        return found
-
+    wanted = functools.partial(nll_grad_float64, g_lse, g_target, logits, labels, None)
     yield case("kernel cross_entropy gradient", gives(backward, gradient), wanted, None, 2 * moved)
     yield from _head_cases(make, sizes, target, labels)
 
@@ -134,7 +136,7 @@ def _head_cases(make: Make, sizes: Sizes, target: Target, labels: Tensor) -> Ite
     yield Case(
         "kernel linear_cross_entropy terms",
         both,
-        lambda: OPS.nll_terms(x.double() @ w.double().t(), labels, None),
+        lambda: nll_float64(linear_float64(x, w), labels, None),
         lambda: functional.cross_entropy(x @ w.t(), labels),
         2.0 * rows * width * depth,
         "TFLOP/s",
@@ -162,7 +164,7 @@ def optimizer_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iter
         name: torch.tensor([x.data_ptr() for x in own], device=make.device)
         for name, own in lists.items()
     }
-    each = -(-size // PIECE)
+    each = ceil_div(size, PIECE)
     betas = (0.9, 0.999)
     moments = Moments(8, 8 * each, "bfloat16", "bfloat16", target_of(make), betas, 1e-8, 0.1)
     corrections = [1 / (1 - beta**3) for beta in betas]
@@ -179,14 +181,10 @@ def optimizer_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iter
         run()  # in place: only the first of the steps is compared
         return [lists["parameters"][0].clone(), lists["firsts"][0].clone()]
 
-    def wanted() -> list[Tensor]:
-        p, g, m, v = before
-        m, v = betas[0] * m + 0.1 * g, betas[1] * v + 0.001 * g**2
-        update = m * corrections[0] / ((v * corrections[1]).sqrt() + 1e-8)
-        return [p * (1 - 1e-4) - 1e-3 * update, m]
-
     moved = sum(float(x.nbytes) for own in lists.values() for x in own)
     moved += sum(
         float(x.nbytes) for name in ("parameters", "firsts", "seconds") for x in lists[name]
     )
-    yield Case("kernel adamw", step, wanted, None, moved, "GB/s", dtype)
+    yield Case(
+        "kernel adamw", step, functools.partial(adamw_float64, *before), None, moved, "GB/s", dtype
+    )

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from msc.codegen.kernels.description import SHORT, Argument, Kernel
-from msc.codegen.kernels.load import function, interpreting
+from msc.codegen.kernels.description import Argument, Kernel
+from msc.codegen.kernels.dtypes import short
+from msc.codegen.kernels.launch import function, interpreting
 from msc.codegen.kernels.ptx_order import findings
 
 _NUMBERS = {"int32": "i32", "int64": "i64"}
@@ -74,15 +75,11 @@ def compile_kernel(kernel: Kernel) -> Report:
         if argument.kind in ("pointer", "table")
     }
     source = ASTSource(function(kernel), signature=signature, constexprs={}, attrs=aligned)
-    options: dict[str, Any] = {"num_warps": kernel.warps, "num_stages": kernel.stages}
-    if kernel.cooperative:
-        options["launch_cooperative_grid"] = True
     start = time.perf_counter()
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True
-        compiled = triton.compile(
-            source, target=GPUTarget("cuda", kernel.target.capability, 32), options=options
-        )
+        target = GPUTarget("cuda", kernel.target.capability, 32)
+        compiled = triton.compile(source, target=target, options=kernel.options)
     seconds = time.perf_counter() - start
     usage, instructions = _disassembled(compiled.asm["cubin"])
     registers = re.search(r"REG:(\d+)", usage)
@@ -106,7 +103,7 @@ def _type(argument: Argument) -> str:
         return _NUMBERS[argument.kind]
     if argument.kind == "table":
         return "*i64"
-    dtype = _STORED.get(argument.dtype) or SHORT[argument.dtype]
+    dtype = _STORED.get(argument.dtype) or short(argument.dtype)
     if argument.kind == "descriptor":
         return f"tensordesc<{dtype}[{','.join(map(str, argument.block))}]>"
     return f"*{dtype}"

@@ -11,11 +11,12 @@ Tensors are [b, s, h, d] in memory, as `msc.attention` has them, and descriptors
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import BYTES, Argument, Target, Tiles, check_dtype
-from msc.codegen.kernels.product import short
-from msc.codegen.kernels.source import fill
+from msc.codegen.kernels.description import Argument, Kernel, Target, Tiles, power_of_two
+from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
+from msc.codegen.kernels.source import fill, masked, module, wide_index
 from msc.ir.errors import PlanError
 
 HEAD_SIZES = range(16, 257)
@@ -73,7 +74,7 @@ class Attention:
     @property
     def lanes(self) -> int:
         """The head size that kernels compute with, a power of two."""
-        return 1 << (self.head_size - 1).bit_length()
+        return power_of_two(self.head_size)
 
     def exact(self, *blocks: int) -> bool:
         """Whether the length is cut into whole blocks of all of these sizes."""
@@ -134,9 +135,8 @@ class Block:
         if self.described:
             column = f"{self.head} * D"
             return f"{name} = {self.tensor}.load([sample * LENGTH + {start}, {column}])"
-        mask = self._mask(rows)
-        other = f"{mask}, other=0.0" if mask else ""
-        return f"{name} = tl.load({self.tensor} + {self._at(rows)}{other})"
+        mask = masked(*self._inside(rows), other="0.0")
+        return f"{name} = tl.load({self.tensor} + {self._at(rows)}{mask})"
 
     def store(self, value: str, start: str, rows: str) -> str:
         """Writes [rows, BD]."""
@@ -145,21 +145,33 @@ class Block:
             at = f"[sample * LENGTH + {start}, {self.head} * D]"
             return f"{self.tensor}.store({at}, ({value}).to({dtype}))"
         at = f"{self.tensor} + {self._at(rows)}"
-        return f"tl.store({at}, ({value}).to({dtype}){self._mask(rows)})"
+        return f"tl.store({at}, ({value}).to({dtype}){masked(*self._inside(rows))})"
 
     def _at(self, rows: str) -> str:
         attention = self.attention
         count = attention.batch * attention.length * attention.heads * attention.head_size
-        wide = ".to(tl.int64)" if count >= 2**31 else ""
-        row = f"(sample * LENGTH + {rows})[:, None]{wide} * ({self.heads} * D)"
+        row = f"(sample * LENGTH + {rows})[:, None]{wide_index(count)} * ({self.heads} * D)"
         return f"{row} + ({self.head} * D + lanes)[None, :]"
 
-    def _mask(self, rows: str) -> str:
-        # the rows after the last are another sample's
-        masks = [] if self.exact else [f"({rows}[:, None] < LENGTH)"]
-        if self.attention.lanes != self.attention.head_size:
-            masks.append("(lanes[None, :] < D)")
-        return f", mask={' & '.join(masks)}" if masks else ""
+    def _inside(self, rows: str) -> tuple[str, str]:
+        whole = self.attention.lanes == self.attention.head_size
+        return (
+            # the rows after the last are another sample's
+            "" if self.exact else f"({rows}[:, None] < LENGTH)",
+            "" if whole else "(lanes[None, :] < D)",
+        )
+
+
+def blocks(attention: Attention, described: bool, exact: bool) -> dict[str, Block]:
+    """The tensors of heads by name, each read for the program's own head or group."""
+    of_queries, of_keys = ("q", "out", "gy", "dq"), ("k", "v", "dk", "dv")
+    found = {x: Block(attention, x, "HEADS", "head", described, exact) for x in of_queries}
+    return found | {x: Block(attention, x, "GROUPS", "group", described, exact) for x in of_keys}
+
+
+def lanes(described: bool) -> str:
+    """The elements of a head, of which only pointers need the indices."""
+    return "" if described else "lanes = tl.arange(0, BD)"
 
 
 def numbers(tensor: str, name: str, rows: str) -> str:
@@ -185,10 +197,16 @@ def scale(attention: Attention, scores: str) -> str:
     return f"{bent}\n{scores} = bent * (CAP * LOG2_E)"
 
 
-def visible(
-    attention: Attention, tiles: Tiles, queries: str, keys: str, documents: tuple[str, str]
-) -> str:
-    """The mask of a block as an expression, also for the end of a sequence that blocks overhang."""
+def mask(attention: Attention, tiles: Tiles, effect: str, transposed: bool = False) -> str:
+    """`shown`, the mask of a block, also for the end of a sequence; then its effect on the block.
+
+    transposed: the block is [keys, queries]. In steps over what comes second, whose documents are
+    read here; those of the first are known.
+    """
+    rows, columns = "[:, None]", "[None, :]"
+    if transposed:
+        rows, columns = columns, rows
+    queries, keys = f"queries{rows}", f"keys{columns}"
     conditions: list[str] = []
     if not attention.exact(tiles.m, tiles.n):
         conditions = [f"({keys} < LENGTH)", f"({queries} < LENGTH)"]
@@ -197,12 +215,18 @@ def visible(
     if attention.window:
         conditions.append(f"({queries} - {keys} < WINDOW)")
     if attention.documents:
-        conditions.append(f"({documents[0]} == {documents[1]})")
-    return " & ".join(conditions)
+        conditions.append(f"(own{rows} == other{columns})")
+    step = ("own", "queries") if transposed else ("other", "keys")
+    lines = [document_numbers(attention, *step), f"shown = {' & '.join(conditions)}", effect]
+    return "\n".join(filter(None, lines))
 
 
-def key_loops(attention: Attention, tiles: Tiles, masked: str, unmasked: str) -> str:
-    """Loops over the blocks of keys (`start`) that queries `first .. first + BM` see."""
+def key_loops(attention: Attention, tiles: Tiles, step: Callable[[bool], str]) -> str:
+    """Loops over the blocks of keys (`start`) that queries `first .. first + BM` see.
+
+    step: the text of a step, with a mask or without.
+    """
+    masked, unmasked = step(True), step(False)
     low, high = "0", "LENGTH"
     if attention.causal:
         high = "min(LENGTH, first + BM)"
@@ -230,8 +254,9 @@ def key_loops(attention: Attention, tiles: Tiles, masked: str, unmasked: str) ->
     return "\n".join([edge, clamp, _loops(phases, "BN")])
 
 
-def query_loops(attention: Attention, tiles: Tiles, masked: str, unmasked: str) -> str:
-    """Loops over the blocks of queries (`start`) that see keys `first .. first + BN`."""
+def query_loops(attention: Attention, tiles: Tiles, step: Callable[[bool], str]) -> str:
+    """The same over the blocks of queries (`start`) that see keys `first .. first + BN`."""
+    masked, unmasked = step(True), step(False)
     low, high = "0", "LENGTH"
     if attention.causal:
         low = "first // BM * BM"
@@ -288,11 +313,26 @@ def _loops(phases: list[tuple[str, str, str]], step: str) -> str:
     )
 
 
-def precision(attention: Attention) -> str:
-    """The argument of `tl.dot` that multiplies float32 as such."""
-    return ', input_precision="ieee"' if attention.dtype == "float32" else ""
-
-
-def matrix(attention: Attention) -> bool:
-    """Whether its products run on tensor cores."""
-    return BYTES[attention.dtype] == 2
+def kernel(
+    attention: Attention,
+    tiles: Tiles,
+    entry: str,
+    text: str,
+    arguments: tuple[Argument, ...],
+    grid: tuple[int, ...],
+    multiplies: bool = True,
+) -> Kernel:
+    """The kernel of a text, named as its function; multiplies: it has products of matrices."""
+    direction = "forward" if entry == "attention_forward" else "backward"
+    title = f"Flash attention, {direction}: {attention.label}, for {attention.target.name}."
+    return Kernel(
+        f"{entry}_{attention.label}",
+        module(title, attention.constants(tiles), text),
+        entry,
+        arguments,
+        grid,
+        attention.target,
+        tiles.warps,
+        tiles.stages,
+        matrix=multiplies and on_tensor_cores(attention.dtype),
+    )

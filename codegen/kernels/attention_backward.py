@@ -7,21 +7,24 @@ one program in a fixed order, so that the result is the same on every run.
 
 from __future__ import annotations
 
+from functools import partial
+
 from msc.codegen.kernels.attention import (
     Attention,
     Block,
+    blocks,
     document_arguments,
     document_numbers,
+    kernel,
     key_loops,
-    matrix,
+    lanes,
+    mask,
     numbers,
-    precision,
     query_loops,
     scale,
-    visible,
 )
-from msc.codegen.kernels.description import Argument, Kernel, Tiles, ceil_div
-from msc.codegen.kernels.source import fill, module
+from msc.codegen.kernels.description import Argument, Kernel, Tiles, ceil_div, signature
+from msc.codegen.kernels.source import fill, precision
 
 DELTA = """
 @triton.jit
@@ -40,7 +43,7 @@ def attention_delta(gy, out, delta):
 
 KEYS = """
 @triton.jit
-def attention_backward_keys(q, k, v, gy, lse, delta, dk, dv$documents):
+def attention_backward_keys($arguments):
     first = tl.program_id(0) * BN
     group = tl.program_id(1)
     sample = tl.program_id(2)
@@ -77,7 +80,7 @@ key_acc = tl.dot(slopes.to(query.dtype), query, key_acc$precision)
 
 QUERIES = """
 @triton.jit
-def attention_backward_queries(q, k, v, gy, lse, delta, dq$documents):
+def attention_backward_queries($arguments):
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     head = tl.program_id(1)
     group = head // COPIES
@@ -107,16 +110,17 @@ slopes = weights * (tl.dot(gradient, value.T$precision) - mean[:, None])
 acc = tl.dot(slopes.to(key.dtype), key, acc$precision)
 """
 
+_HIDE = "weights = tl.where(shown, weights, 0.0)"
 _BEND = "slopes = slopes * (1.0 - bent * bent)"
 
 
 def emit_delta(attention: Attention, tiles: Tiles) -> Kernel:
     """delta [b, s, h] from gy and out; tiles.m queries a program."""
-    blocks = _blocks(attention, False, attention.exact(tiles.m))
+    heads = blocks(attention, False, attention.exact(tiles.m))
     text = fill(
         DELTA,
-        gradient=blocks["gy"].load("gradient", "first", "queries"),
-        result=blocks["out"].load("result", "first", "queries"),
+        gradient=heads["gy"].load("gradient", "first", "queries"),
+        result=heads["out"].load("result", "first", "queries"),
     )
     arguments = (
         Argument("gy", "pointer", attention.dtype),
@@ -124,137 +128,86 @@ def emit_delta(attention: Attention, tiles: Tiles) -> Kernel:
         Argument("delta", "pointer", "float32"),
     )
     grid = (ceil_div(attention.length, tiles.m), attention.heads, attention.batch)
-    return _kernel(attention, tiles, "attention_delta", text, arguments, grid, multiplies=False)
+    return kernel(attention, tiles, "attention_delta", text, arguments, grid, multiplies=False)
 
 
 def emit_keys(attention: Attention, tiles: Tiles) -> Kernel:
     """dk and dv; tiles: steps of m queries, n keys a program."""
     described = attention.described(tiles.m, tiles.n)
-    blocks = _blocks(attention, described, attention.exact(tiles.m, tiles.n))
+    heads = blocks(attention, described, attention.exact(tiles.m, tiles.n))
+    arguments = _arguments(attention, tiles, described, {"dk": tiles.n, "dv": tiles.n})
     text = fill(
         KEYS,
-        documents=", begins, ends" * attention.documents,
-        lanes="" if described else "lanes = tl.arange(0, BD)",
-        key=blocks["k"].load("key", "first", "keys"),
-        value=blocks["v"].load("value", "first", "keys"),
+        arguments=signature(arguments),
+        lanes=lanes(described),
+        key=heads["k"].load("key", "first", "keys"),
+        value=heads["v"].load("value", "first", "keys"),
         other_documents=document_numbers(attention, "other", "keys"),
-        loops=query_loops(
-            attention,
-            tiles,
-            _keys_step(attention, tiles, blocks, masked=True),
-            _keys_step(attention, tiles, blocks, masked=False),
-        ),
-        store_key=blocks["dk"].store("key_acc * SCALE", "first", "keys"),
-        store_value=blocks["dv"].store("value_acc", "first", "keys"),
+        loops=query_loops(attention, tiles, partial(_keys_step, attention, tiles, heads)),
+        store_key=heads["dk"].store("key_acc * SCALE", "first", "keys"),
+        store_value=heads["dv"].store("value_acc", "first", "keys"),
     )
-    sizes = {"q": tiles.m, "k": tiles.n, "v": tiles.n, "gy": tiles.m}
-    arguments = _arguments(attention, described, sizes, {"dk": tiles.n, "dv": tiles.n})
     grid = (ceil_div(attention.length, tiles.n), attention.groups, attention.batch)
-    return _kernel(attention, tiles, "attention_backward_keys", text, arguments, grid)
+    return kernel(attention, tiles, "attention_backward_keys", text, arguments, grid)
 
 
 def emit_queries(attention: Attention, tiles: Tiles) -> Kernel:
     """dq; tiles: m queries a program, steps of n keys."""
     described = attention.described(tiles.m, tiles.n)
-    blocks = _blocks(attention, described, attention.exact(tiles.m, tiles.n))
+    heads = blocks(attention, described, attention.exact(tiles.m, tiles.n))
+    arguments = _arguments(attention, tiles, described, {"dq": tiles.m})
     text = fill(
         QUERIES,
-        documents=", begins, ends" * attention.documents,
-        lanes="" if described else "lanes = tl.arange(0, BD)",
-        query=blocks["q"].load("query", "first", "queries"),
-        gradient=blocks["gy"].load("gradient", "first", "queries"),
+        arguments=signature(arguments),
+        lanes=lanes(described),
+        query=heads["q"].load("query", "first", "queries"),
+        gradient=heads["gy"].load("gradient", "first", "queries"),
         lse=numbers("lse", "high", "queries"),
         delta=numbers("delta", "mean", "queries"),
         own_documents=document_numbers(attention, "own", "queries"),
-        loops=key_loops(
-            attention,
-            tiles,
-            _queries_step(attention, tiles, blocks, masked=True),
-            _queries_step(attention, tiles, blocks, masked=False),
-        ),
-        store=blocks["dq"].store("acc * SCALE", "first", "queries"),
+        loops=key_loops(attention, tiles, partial(_queries_step, attention, tiles, heads)),
+        store=heads["dq"].store("acc * SCALE", "first", "queries"),
     )
-    sizes = {"q": tiles.m, "k": tiles.n, "v": tiles.n, "gy": tiles.m}
-    arguments = _arguments(attention, described, sizes, {"dq": tiles.m})
     grid = (ceil_div(attention.length, tiles.m), attention.heads, attention.batch)
-    return _kernel(attention, tiles, "attention_backward_queries", text, arguments, grid)
+    return kernel(attention, tiles, "attention_backward_queries", text, arguments, grid)
 
 
-def _blocks(attention: Attention, described: bool, exact: bool) -> dict[str, Block]:
-    of_queries = ("q", "gy", "out", "dq")
-    of_keys = ("k", "v", "dk", "dv")
-    rest = (described, exact)
-    found = {name: Block(attention, name, "HEADS", "head", *rest) for name in of_queries}
-    return found | {name: Block(attention, name, "GROUPS", "group", *rest) for name in of_keys}
-
-
-def _keys_step(attention: Attention, tiles: Tiles, blocks: dict[str, Block], masked: bool) -> str:
-    names = ("own[None, :]", "other[:, None]")
-    condition = visible(attention, tiles, "queries[None, :]", "keys[:, None]", names)
-    own = document_numbers(attention, "own", "queries")
-    hidden = f"shown = {condition}\nweights = tl.where(shown, weights, 0.0)"
+def _keys_step(attention: Attention, tiles: Tiles, heads: dict[str, Block], masked: bool) -> str:
     return fill(
         KEYS_STEP,
-        query=blocks["q"].load("query", "start", "queries"),
-        gradient=blocks["gy"].load("gradient", "start", "queries"),
+        query=heads["q"].load("query", "start", "queries"),
+        gradient=heads["gy"].load("gradient", "start", "queries"),
         lse=numbers("lse", "high", "queries"),
         delta=numbers("delta", "mean", "queries"),
-        precision=precision(attention),
+        precision=precision(attention.dtype),
         scale=scale(attention, "scores"),
-        mask="\n".join(filter(None, [own, hidden])) if masked else "",
+        mask=mask(attention, tiles, _HIDE, transposed=True) if masked else "",
         bend=_BEND if attention.soft_cap else "",
     )
 
 
-def _queries_step(
-    attention: Attention, tiles: Tiles, blocks: dict[str, Block], masked: bool
-) -> str:
-    names = ("own[:, None]", "other[None, :]")
-    condition = visible(attention, tiles, "queries[:, None]", "keys[None, :]", names)
-    other = document_numbers(attention, "other", "keys")
-    hidden = f"shown = {condition}\nweights = tl.where(shown, weights, 0.0)"
+def _queries_step(attention: Attention, tiles: Tiles, heads: dict[str, Block], masked: bool) -> str:
     return fill(
         QUERIES_STEP,
-        keys="keys = start + tl.arange(0, BN)" if masked or not blocks["k"].described else "",
-        key=blocks["k"].load("key", "start", "keys"),
-        value=blocks["v"].load("value", "start", "keys"),
-        precision=precision(attention),
+        keys="keys = start + tl.arange(0, BN)" if masked or not heads["k"].described else "",
+        key=heads["k"].load("key", "start", "keys"),
+        value=heads["v"].load("value", "start", "keys"),
+        precision=precision(attention.dtype),
         scale=scale(attention, "scores"),
-        mask="\n".join(filter(None, [other, hidden])) if masked else "",
+        mask=mask(attention, tiles, _HIDE) if masked else "",
         bend=_BEND if attention.soft_cap else "",
     )
 
 
 def _arguments(
-    attention: Attention, described: bool, read: dict[str, int], written: dict[str, int]
+    attention: Attention, tiles: Tiles, described: bool, written: dict[str, int]
 ) -> tuple[Argument, ...]:
+    """What is read, then `written`: the rows of a block by name."""
+    read = {"q": tiles.m, "k": tiles.n, "v": tiles.n, "gy": tiles.m}
     return (
         *(attention.tensor(name, rows, described) for name, rows in read.items()),
         Argument("lse", "pointer", "float32"),
         Argument("delta", "pointer", "float32"),
         *(attention.tensor(name, rows, described) for name, rows in written.items()),
         *document_arguments(attention),
-    )
-
-
-def _kernel(
-    attention: Attention,
-    tiles: Tiles,
-    entry: str,
-    text: str,
-    arguments: tuple[Argument, ...],
-    grid: tuple[int, ...],
-    multiplies: bool = True,
-) -> Kernel:
-    title = f"Flash attention, backward: {attention.label}, for {attention.target.name}."
-    return Kernel(
-        f"{entry}_{attention.label}",
-        module(title, attention.constants(tiles), text),
-        entry,
-        arguments,
-        grid,
-        attention.target,
-        tiles.warps,
-        tiles.stages,
-        matrix=multiplies and matrix(attention),
     )

@@ -6,19 +6,22 @@ added up whenever the highest score grows (Milakov and Gimelshein, 2018; Dao, 20
 
 from __future__ import annotations
 
+from functools import partial
+
 from msc.codegen.kernels.attention import (
     Attention,
     Block,
+    blocks,
     document_arguments,
     document_numbers,
+    kernel,
     key_loops,
-    matrix,
-    precision,
+    lanes,
+    mask,
     scale,
-    visible,
 )
-from msc.codegen.kernels.description import Argument, Kernel, Tiles, ceil_div
-from msc.codegen.kernels.source import fill, module
+from msc.codegen.kernels.description import Argument, Kernel, Tiles, ceil_div, signature
+from msc.codegen.kernels.source import fill, precision
 
 KERNEL = """
 @triton.jit
@@ -62,70 +65,39 @@ highest = higher
 def emit(attention: Attention, tiles: Tiles) -> Kernel:
     """The kernel; tiles: m queries by n keys, warps and stages."""
     described = attention.described(tiles.m, tiles.n)
-    heads = {
-        name: Block(attention, name, *side, described, attention.exact(tiles.m, tiles.n))
-        for name, side in {
-            "q": ("HEADS", "head"),
-            "k": ("GROUPS", "group"),
-            "v": ("GROUPS", "group"),
-            "out": ("HEADS", "head"),
-        }.items()
-    }
+    heads = blocks(attention, described, attention.exact(tiles.m, tiles.n))
+    arguments = (
+        attention.tensor("q", tiles.m, described),
+        attention.tensor("k", tiles.n, described),
+        attention.tensor("v", tiles.n, described),
+        attention.tensor("out", tiles.m, described),
+        Argument("lse", "pointer", "float32"),
+        *document_arguments(attention),
+    )
     text = fill(
         KERNEL,
-        arguments="q, k, v, out, lse" + ", begins, ends" * attention.documents,
-        lanes="" if described else "lanes = tl.arange(0, BD)",
+        arguments=signature(arguments),
+        lanes=lanes(described),
         query=heads["q"].load("query", "first", "queries"),
         own_documents=document_numbers(attention, "own", "queries"),
-        loops=key_loops(
-            attention,
-            tiles,
-            _step(attention, tiles, heads, masked=True),
-            _step(attention, tiles, heads, masked=False),
-        ),
+        loops=key_loops(attention, tiles, partial(_step, attention, tiles, heads)),
         store=heads["out"].store("acc / total[:, None]", "first", "queries"),
     )
-    return Kernel(
-        f"attention_forward_{attention.label}",
-        module(
-            f"Flash attention, forward: {attention.label}, for {attention.target.name}.",
-            attention.constants(tiles),
-            text,
-        ),
-        "attention_forward",
-        (
-            attention.tensor("q", tiles.m, described),
-            attention.tensor("k", tiles.n, described),
-            attention.tensor("v", tiles.n, described),
-            attention.tensor("out", tiles.m, described),
-            Argument("lse", "pointer", "float32"),
-            *document_arguments(attention),
-        ),
-        (ceil_div(attention.length, tiles.m), attention.heads, attention.batch),
-        attention.target,
-        tiles.warps,
-        tiles.stages,
-        matrix=matrix(attention),
-    )
+    grid = (ceil_div(attention.length, tiles.m), attention.heads, attention.batch)
+    return kernel(attention, tiles, "attention_forward", text, arguments, grid)
 
 
 def _step(attention: Attention, tiles: Tiles, heads: dict[str, Block], masked: bool) -> str:
-    mask = ""
-    if masked:
-        names = ("own[:, None]", "other[None, :]")
-        condition = visible(attention, tiles, "queries[:, None]", "keys[None, :]", names)
-        other = document_numbers(attention, "other", "keys")
-        hidden = 'scores = tl.where(shown, scores, float("-inf"))'
-        mask = "\n".join(filter(None, [other, f"shown = {condition}", hidden]))
+    hidden = 'scores = tl.where(shown, scores, float("-inf"))'
     # a row that has seen no key yet: -inf minus -inf would be no number
     finite = 'finite = tl.where(higher == float("-inf"), 0.0, higher)'
     return fill(
         STEP,
         keys="keys = start + tl.arange(0, BN)" if masked or not heads["k"].described else "",
         key=heads["k"].load("key", "start", "keys"),
-        precision=precision(attention),
+        precision=precision(attention.dtype),
         scale=scale(attention, "scores"),
-        mask=mask,
+        mask=mask(attention, tiles, hidden) if masked else "",
         reference=finite if masked else "",
         shift="finite" if masked else "higher",
         value=heads["v"].load("value", "start", "keys"),

@@ -100,6 +100,35 @@ def scatter_tiles(target: Target) -> Tiles:
     return Tiles(128, 128, 32, warps=8, stages=4)
 
 
+def several_tiles(target: Target) -> Tiles:
+    """Tiles for several weights, whose blocks are read through pointers."""
+    if target.has_tensor_memory_accelerator:
+        return Tiles(128, 128, 64, warps=8, stages=4)
+    return Tiles(128, 128, 32, warps=8, stages=4)
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """Of each of attention's kernels."""
+
+    forward: Tiles
+    delta: Tiles
+    keys: Tiles
+    queries: Tiles
+
+
+def attention_tiles(target: Target, grouped: bool) -> AttentionTiles:
+    """grouped: several heads share keys and values, so that a program adds up what they give."""
+    delta = Tiles(64, 0, 0, warps=4, stages=1)
+    if target.has_tensor_memory_accelerator:
+        forward, queries = Tiles(128, 128, 0, stages=2), Tiles(128, 64, 0, stages=2)
+        keys = Tiles(32, 64 if grouped else 128, 0, stages=2)
+    else:
+        forward, queries = Tiles(128, 64, 0, stages=2), Tiles(128, 32, 0, stages=2)
+        keys = Tiles(64, 64, 0, stages=2)
+    return AttentionTiles(forward, delta, keys, queries)
+
+
 def kernels(target: Target) -> list[Kernel]:
     """All of them, each name once."""
     found: dict[str, Kernel] = {}
@@ -120,12 +149,7 @@ def products(model: Model, target: Target) -> Iterator[Kernel]:
     """Forward, input gradient and weight gradient of the first linear of the MLP, unfused."""
     wide, hidden = model.wide // TP, model.hidden
     plain = gemm_tiles(target)
-    if model.gated:
-        activation = Epilogue(activation="swiglu", keep=True)
-        tiles = gated_tiles(target)
-    else:
-        activation = Epilogue(bias=True, activation="gelu_tanh", keep=True)
-        tiles = epilogue_tiles(target)
+    activation, tiles = _activation(model, target)
     yield gemm.emit(Gemm(TOKENS, wide, hidden, DTYPE, target, plain))
     yield gemm.emit(Gemm(TOKENS, wide, hidden, DTYPE, target, tiles, epilogue=activation))
     residual = Epilogue(bias=True, residual=True)
@@ -141,12 +165,8 @@ def fused(model: Model, target: Target) -> Iterator[Kernel]:
     plain, many = gemm_tiles(target), scatter_tiles(target)
     several = (heads, model.groups * model.head_size // TP, model.groups * model.head_size // TP)
     yield gather_gemm.emit(_gather(hidden, (model.qkv,), target, plain))
-    yield gather_gemm.emit(_gather(hidden, several, target, _smaller(target)))
-    if model.gated:
-        activation, tiles = Epilogue(activation="swiglu", keep=True), gated_tiles(target)
-    else:
-        activation = Epilogue(bias=True, activation="gelu_tanh", keep=True)
-        tiles = epilogue_tiles(target)
+    yield gather_gemm.emit(_gather(hidden, several, target, several_tiles(target)))
+    activation, tiles = _activation(model, target)
     yield gather_gemm.emit(_gather(hidden, (wide,), target, plain))
     yield gather_gemm.emit(_gather(hidden, (wide,), target, tiles, epilogue=activation))
     # input gradient of the row-parallel linears: the gradient is gathered
@@ -161,6 +181,13 @@ def fused(model: Model, target: Target) -> Iterator[Kernel]:
         yield gather_weight_gradient.emit(
             GatherWeightGradient(TOKENS, n, k, gathered, TP, DTYPE, target, plain)
         )
+
+
+def _activation(model: Model, target: Target) -> tuple[Epilogue, Tiles]:
+    """What follows the first linear of the MLP, and its tiles."""
+    if model.gated:
+        return Epilogue(activation="swiglu", keep=True), gated_tiles(target)
+    return Epilogue(bias=True, activation="gelu_tanh", keep=True), epilogue_tiles(target)
 
 
 def _gather(
@@ -178,13 +205,6 @@ def _gather(
     return GatherGemm(TOKENS, k, widths, TP, DTYPE, target, tiles, b_layout, splits, own)
 
 
-def _smaller(target: Target) -> Tiles:
-    """Tiles for several weights, whose blocks are read through pointers."""
-    if target.has_tensor_memory_accelerator:
-        return Tiles(128, 128, 64, warps=8, stages=4)
-    return Tiles(128, 128, 32, warps=8, stages=4)
-
-
 def attentions(model: Model, target: Target) -> Iterator[Kernel]:
     """Causal, with a window, with a soft cap and with documents; forward and backward."""
     heads, groups = model.heads // TP, model.groups // TP
@@ -197,18 +217,12 @@ def attentions(model: Model, target: Target) -> Iterator[Kernel]:
             Attention(*size, soft_cap=50.0),
             Attention(*size, documents=True),
         ]
-    hopper = target.has_tensor_memory_accelerator
-    forward = Tiles(128, 128 if hopper else 64, 0, warps=8, stages=2)
-    shared = model.heads > model.groups  # a program adds up what several heads give
-    keys = Tiles(32, 64 if shared else 128, 0, warps=8, stages=2)
-    if not hopper:
-        keys = Tiles(64, 64, 0, warps=8, stages=2)
-    queries = Tiles(128, 64 if hopper else 32, 0, warps=8, stages=2)
+    tiles = attention_tiles(target, model.heads > model.groups)
     for attention in variants:
-        yield attention_forward.emit(attention, forward)
-        yield attention_backward.emit_delta(attention, Tiles(64, 0, 0, warps=4, stages=1))
-        yield attention_backward.emit_keys(attention, keys)
-        yield attention_backward.emit_queries(attention, queries)
+        yield attention_forward.emit(attention, tiles.forward)
+        yield attention_backward.emit_delta(attention, tiles.delta)
+        yield attention_backward.emit_keys(attention, tiles.keys)
+        yield attention_backward.emit_queries(attention, tiles.queries)
 
 
 def row_kernels(model: Model, target: Target) -> Iterator[Kernel]:

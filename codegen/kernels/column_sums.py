@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from msc.codegen.kernels.description import Argument, Kernel, Target, ceil_div, check_dtype
+from msc.codegen.kernels.description import Argument, Kernel, Target, ceil_div
+from msc.codegen.kernels.dtypes import check_dtype
 from msc.codegen.kernels.source import fill, module
 
 BLOCK = 128

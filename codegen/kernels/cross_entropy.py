@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import Argument, Kernel, Target, check_dtype
-from msc.codegen.kernels.product import short
+from msc.codegen.kernels.description import Argument, Kernel, Target, ceil_div, power_of_two
+from msc.codegen.kernels.dtypes import check_dtype, short
 from msc.codegen.kernels.source import fill, module
 
 BLOCK = 4096
@@ -81,7 +81,7 @@ class CrossEntropy:
     @property
     def block(self) -> int:
         """Columns that a program has at a time."""
-        return min(BLOCK, max(16, 1 << (self.width - 1).bit_length()))
+        return min(BLOCK, max(16, power_of_two(self.width)))
 
 
 def emit_terms(loss: CrossEntropy) -> Kernel:
@@ -95,7 +95,7 @@ def emit_gradient(loss: CrossEntropy) -> Kernel:
     numbers = [Argument(name, "pointer", "float64") for name in ("lse", "g_lse", "g_target")]
     result = Argument("gradient", "pointer", loss.dtype)
     text = fill(GRADIENT, dtype=loss.dtype)
-    grid = (loss.rows, -(-loss.width // loss.block))
+    grid = (loss.rows, ceil_div(loss.width, loss.block))
     return _kernel(loss, "cross_entropy_gradient", text, [*numbers, result], grid)
 
 

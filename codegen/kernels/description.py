@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-from msc.ir.errors import PlanError
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,6 @@ SM_80 = Target("sm_80", 80, 166_912, 108)
 SM_90 = Target("sm_90", 90, 232_448, 132)
 TARGETS = (SM_80, SM_90)
 
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Triton's names of the dtypes that kernels compute on, as they stand in signatures."""
-
 
 @dataclass(frozen=True)
 class Tiles:
@@ -46,6 +42,11 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     parts: int = 1
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The named constants of every tiled product."""
+        return {"BM": self.m, "BN": self.n, "BK": self.k, "GROUP": self.group}
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,23 @@ class Kernel:
     matrix: bool = False
     cooperative: bool = False
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told besides the arguments, to compile it or to launch it."""
+        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | ({"launch_cooperative_grid": True} if self.cooperative else {})
 
-def check_dtype(op: str, dtype: str) -> None:
-    """PlanError if kernels do not compute on `dtype`."""
-    if dtype not in BYTES:
-        raise PlanError(
-            f"{op}: no kernel computes on {dtype}; there are kernels for {', '.join(BYTES)}. "
-            "ATen's own op takes every dtype."
-        )
+
+def signature(arguments: Iterable[Argument]) -> str:
+    """The names of the arguments, as they stand in the kernel's definition."""
+    return ", ".join(argument.name for argument in arguments)
 
 
 def ceil_div(value: int, by: int) -> int:
     """The number of pieces of at most `by` that `value` is cut into."""
     return -(-value // by)
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is not below `value`: blocks of Triton have such sizes."""
+    return 1 << (value - 1).bit_length()

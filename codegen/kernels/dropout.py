@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import Argument, Kernel, Target, ceil_div, check_dtype
-from msc.codegen.kernels.product import short
+from msc.codegen.kernels.description import Argument, Kernel, Target, ceil_div, signature
+from msc.codegen.kernels.dtypes import check_dtype, short
 from msc.codegen.kernels.source import fill, module
 from msc.ir.errors import PlanError
 
@@ -80,7 +80,7 @@ def emit(dropout: Dropout) -> Kernel:
     placed = "tl.load(column_places + columns, mask=inside, other=0)"
     text = fill(
         KERNEL,
-        arguments=", ".join(argument.name for argument in arguments),
+        arguments=signature(arguments),
         column=placed if columns else "columns",
         dtype=dropout.dtype,
     )

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import Argument
-from msc.codegen.kernels.product import Span, element
+from msc.codegen.kernels.description import Argument, Tiles
+from msc.codegen.kernels.product import Span
 from msc.ir.errors import PlanError
 
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "swiglu")
@@ -48,6 +48,11 @@ class Epilogue:
         """The products it reads."""
         return ("acc", "acc_up") if self.activation == "swiglu" else ("acc",)
 
+    def right_columns(self, columns: Span) -> tuple[Span, ...]:
+        """The columns of the right factor that each product reads: the gate's, then those of up."""
+        up = Span(f"N + {columns.start}", "2 * N", columns.exact)
+        return (columns, up)[: len(self.accumulators)]
+
     @property
     def label(self) -> str:
         """Its part of a kernel's name."""
@@ -72,6 +77,12 @@ class Store:
     dtype: str
     described: bool
     wide: str = ""
+
+    def argument(self, tiles: Tiles) -> Argument:
+        """How the kernel takes the tensor."""
+        if not self.described:
+            return Argument(self.name, "pointer", self.dtype)
+        return Argument(self.name, "descriptor", self.dtype, (tiles.m, tiles.n // tiles.parts))
 
 
 def store_tile(epilogue: Epilogue, store: Store, rows: Span, columns: Span, parts: int) -> str:
@@ -130,7 +141,7 @@ def _one_part(
     if epilogue.residual:
         other = f"{masked}, other=0.0" if masked else ""
         lines.append(f"{value} += tl.load(residual + at{other}).to(tl.float32)")
-    rounded = f"{value}.to({element(store.dtype)})"
+    rounded = f"{value}.to(tl.{store.dtype})"
     if store.described:
         lines.append(f"{store.name}.store([{rows.start}, {columns.start}], {rounded})")
     else:
@@ -139,7 +150,7 @@ def _one_part(
 
 
 def _keep(epilogue: Epilogue, store: Store, values: list[str], masked: str) -> list[str]:
-    dtype = element(store.dtype)
+    dtype = f"tl.{store.dtype}"
     if epilogue.activation != "swiglu":
         return [f"tl.store(kept + at, {values[0]}.to({dtype}){masked})"]
     twice = f"2 * {store.width}"

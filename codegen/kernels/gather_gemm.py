@@ -15,24 +15,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from msc.codegen.kernels import protocol
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    Tiles,
-    ceil_div,
-    check_dtype,
-)
+from msc.codegen.kernels import protocol, tile_order
+from msc.codegen.kernels.description import Argument, Kernel, Target, Tiles, ceil_div, signature
+from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
 from msc.codegen.kernels.epilogue import Epilogue, Store, store_tile
-from msc.codegen.kernels.product import (
-    Operand,
-    Product,
-    Span,
-    described,
-    short,
-    use_descriptors,
-)
+from msc.codegen.kernels.product import Operand, Product, Span, described, use_descriptors
 from msc.codegen.kernels.protocol import Chunks
 from msc.codegen.kernels.source import fill, module
 from msc.ir.errors import PlanError
@@ -113,13 +100,12 @@ def emit(gather: GatherGemm) -> Kernel:
         b = b if several else described(b)
     # a descriptor would also write the rows of the next chunk
     store_described = by_descriptor and exact and not several
-    rights = (b,) * len(gather.epilogue.accumulators)
-    product = Product(a, rights, gather.epilogue.accumulators)
+    product = Product(a, b, gather.epilogue.accumulators)
     rows = Span("row", "(chunk + 1) * CHUNK", exact)
     column = Span(
         "column", "width" if several else "N", all(n % tiles.n == 0 for n in gather.widths)
     )
-    spans = (column, Span("N + column", "2 * N", column.exact))[: len(rights)]
+    right_columns = gather.epilogue.right_columns(column)
     store = Store("c", column.end, gather.dtype, store_described, output.wide)
     columns = [ceil_div(n, tiles.n) for n in gather.widths]
     chunk_tiles = ceil_div(chunks.chunk, tiles.m)
@@ -128,10 +114,7 @@ def emit(gather: GatherGemm) -> Kernel:
         "RANKS": gather.ranks,
         "CHUNK": chunks.chunk,
         "K": gather.k,
-        "BM": tiles.m,
-        "BN": tiles.n,
-        "BK": tiles.k,
-        "GROUP": tiles.group,
+        **tiles.constants,
         "CHUNK_TILES_M": chunk_tiles,
         "TILES_N": sum(columns),
         "PROGRAMS": programs,
@@ -140,14 +123,14 @@ def emit(gather: GatherGemm) -> Kernel:
         constants["N"] = gather.widths[0]
     if chunks.splits > 1:
         constants |= {"SPLITS": chunks.splits, "PART": chunks.part}
-    arguments = _arguments(gather, a, b, store_described)
+    arguments = _arguments(gather, a, b, store)
     text = fill(
         KERNEL,
-        arguments=", ".join(argument.name for argument in arguments),
+        arguments=signature(arguments),
         waits=_waits(chunks, tiles),
         choice=_choice(gather, columns) if several else "column = tile_n * BN",
         zeros=product.zeros(),
-        steps=product.steps(rows, spans, Span("0", "K", gather.k % tiles.k == 0)),
+        steps=product.steps(rows, right_columns, Span("0", "K", gather.k % tiles.k == 0)),
         store=store_tile(gather.epilogue, store, rows, column, tiles.parts),
     )
     sizes = ", ".join(map(str, gather.widths))
@@ -158,7 +141,7 @@ def emit(gather: GatherGemm) -> Kernel:
             f"with {sizes} columns, for {gather.target.name}.",
             constants,
             protocol.wait(through_tma=by_descriptor),
-            protocol.chunked_order(chunk_tiles, tiles.group, own_first=True),
+            tile_order.chunked(chunk_tiles, tiles.group, own_first=True),
             text,
         ),
         "gather_gemm",
@@ -167,7 +150,7 @@ def emit(gather: GatherGemm) -> Kernel:
         gather.target,
         tiles.warps,
         tiles.stages,
-        matrix=gather.dtype != "float32",
+        matrix=on_tensor_cores(gather.dtype),
     )
 
 
@@ -185,25 +168,16 @@ def _operands(gather: GatherGemm) -> tuple[Operand, Operand, Operand]:
     )
 
 
-def _arguments(
-    gather: GatherGemm, a: Operand, b: Operand, store_described: bool
-) -> tuple[Argument, ...]:
-    tiles, dtype = gather.tiles, gather.dtype
-    block = (tiles.m, tiles.n // tiles.parts)
-    result = (
-        Argument("c", "descriptor", dtype, block)
-        if store_described
-        else Argument("c", "pointer", dtype)
-    )
-    own = (b.argument(tiles), result, *gather.epilogue.arguments(dtype))
+def _arguments(gather: GatherGemm, a: Operand, b: Operand, store: Store) -> tuple[Argument, ...]:
+    tiles = gather.tiles
+    own = (b.argument(tiles), store.argument(tiles), *gather.epilogue.arguments(gather.dtype))
     if len(gather.widths) > 1:
         own = tuple(
             replace(argument, name=f"{argument.name}_{number}")
             for number in range(len(gather.widths))
             for argument in own
         )
-    flags = Argument("flags", "pointer", "int32")
-    return (a.argument(tiles), *own, flags, Argument("rank", "int32"), Argument("want", "int32"))
+    return (a.argument(tiles), *own, *protocol.WAIT_ARGUMENTS)
 
 
 def _waits(chunks: Chunks, tiles: Tiles) -> str:

@@ -12,24 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msc.codegen.kernels import order, protocol
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    Tiles,
-    ceil_div,
-    check_dtype,
-)
+from msc.codegen.kernels import protocol, tile_order
+from msc.codegen.kernels.description import Kernel, Target, Tiles, ceil_div
+from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
 from msc.codegen.kernels.epilogue import Epilogue, Store, store_tile
-from msc.codegen.kernels.product import (
-    Operand,
-    Product,
-    Span,
-    described,
-    short,
-    use_descriptors,
-)
+from msc.codegen.kernels.product import Operand, Product, Span, described, use_descriptors
 from msc.codegen.kernels.protocol import Chunks
 from msc.codegen.kernels.source import fill, module
 from msc.ir.errors import PlanError
@@ -104,7 +91,7 @@ def emit(gradient: GatherWeightGradient) -> Kernel:
     by_descriptor = whole_steps and use_descriptors(gradient.target, (dy, x, dw))
     if by_descriptor:
         dy, x = described(dy), described(x)
-    product = Product(dy, (x,), ("acc",))
+    product = Product(dy, x)
     rows = Span("row", "N", gradient.n % tiles.m == 0)
     columns = Span("column", "K", gradient.k % tiles.n == 0)
     tile_rows, tile_columns = ceil_div(gradient.n, tiles.m), ceil_div(gradient.k, tiles.n)
@@ -123,17 +110,13 @@ def emit(gradient: GatherWeightGradient) -> Kernel:
         "CHUNK": chunks.chunk,
         "N": gradient.n,
         "K": gradient.k,
-        "BM": tiles.m,
-        "BN": tiles.n,
-        "BK": tiles.k,
-        "GROUP": tiles.group,
+        **tiles.constants,
         "TILES_M": tile_rows,
         "TILES_N": tile_columns,
         "PROGRAMS": programs,
     }
     if chunks.splits > 1:
         constants["SPLITS"] = chunks.splits
-    block = (tiles.m, tiles.n // tiles.parts)
     return Kernel(
         gradient.name,
         module(
@@ -141,23 +124,19 @@ def emit(gradient: GatherWeightGradient) -> Kernel:
             f"gathered over {gradient.ranks} ranks, for {gradient.target.name}.",
             constants,
             protocol.wait(through_tma=by_descriptor),
-            order.plain(tile_rows, tiles.group),
+            tile_order.plain(tile_rows, tiles.group),
             text,
         ),
         "gather_weight_gradient",
         (
             dy.argument(tiles),
             x.argument(tiles),
-            Argument("dw", "descriptor", dtype, block)
-            if by_descriptor
-            else Argument("dw", "pointer", dtype),
-            Argument("flags", "pointer", "int32"),
-            Argument("rank", "int32"),
-            Argument("want", "int32"),
+            store.argument(tiles),
+            *protocol.WAIT_ARGUMENTS,
         ),
         (programs,),
         gradient.target,
         tiles.warps,
         tiles.stages,
-        matrix=dtype != "float32",
+        matrix=on_tensor_cores(dtype),
     )

@@ -8,24 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from msc.codegen.kernels import order
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    Tiles,
-    ceil_div,
-    check_dtype,
-)
+from msc.codegen.kernels import tile_order
+from msc.codegen.kernels.description import Kernel, Target, Tiles, ceil_div, signature
+from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
 from msc.codegen.kernels.epilogue import Epilogue, Store, store_tile
-from msc.codegen.kernels.product import (
-    Operand,
-    Product,
-    Span,
-    described,
-    short,
-    use_descriptors,
-)
+from msc.codegen.kernels.product import Operand, Product, Span, described, use_descriptors
 from msc.codegen.kernels.source import fill, module
 
 KERNEL = """
@@ -75,25 +62,21 @@ def emit(gemm: Gemm) -> Kernel:
     by_descriptor = use_descriptors(target, (a, b, output))
     if by_descriptor:
         a, b = described(a), described(b)
-    rights = (b,) * len(gemm.epilogue.accumulators)
-    product = Product(a, rights, gemm.epilogue.accumulators)
+    product = Product(a, b, gemm.epilogue.accumulators)
     row_span = Span("row", "M", gemm.m % tiles.m == 0)
     column_span = Span("column", "N", gemm.n % tiles.n == 0)
-    right_spans = (column_span, Span("N + column", "2 * N", column_span.exact))[: len(rights)]
-    c_block = (tiles.m, tiles.n // tiles.parts)
+    right_spans = gemm.epilogue.right_columns(column_span)
+    store = Store("c", "N", gemm.dtype, by_descriptor, output.wide)
     arguments = (
         a.argument(tiles),
         b.argument(tiles),
-        Argument("c", "descriptor", gemm.dtype, c_block)
-        if by_descriptor
-        else Argument("c", "pointer", gemm.dtype),
+        store.argument(tiles),
         *gemm.epilogue.arguments(gemm.dtype),
     )
-    store = Store("c", "N", gemm.dtype, by_descriptor, output.wide)
     programs = min(rows * columns, target.processors)
     text = fill(
         KERNEL,
-        arguments=", ".join(argument.name for argument in arguments),
+        arguments=signature(arguments),
         loop="tl.range(tl.program_id(0), TILES_M * TILES_N, PROGRAMS, flatten=True)"
         if by_descriptor
         else "range(tl.program_id(0), TILES_M * TILES_N, PROGRAMS)",
@@ -105,10 +88,7 @@ def emit(gemm: Gemm) -> Kernel:
         "M": gemm.m,
         "N": gemm.n,
         "K": gemm.k,
-        "BM": tiles.m,
-        "BN": tiles.n,
-        "BK": tiles.k,
-        "GROUP": tiles.group,
+        **tiles.constants,
         "TILES_M": rows,
         "TILES_N": columns,
         "PROGRAMS": programs,
@@ -116,14 +96,14 @@ def emit(gemm: Gemm) -> Kernel:
     title = f"c[{gemm.m}, {gemm.n}] = a @ b over {gemm.k}, for {target.name}."
     return Kernel(
         gemm.name,
-        module(title, constants, order.plain(rows, tiles.group), text),
+        module(title, constants, tile_order.plain(rows, tiles.group), text),
         "gemm",
         arguments,
         (programs,),
         target,
         tiles.warps,
         tiles.stages,
-        matrix=gemm.dtype != "float32",
+        matrix=on_tensor_cores(gemm.dtype),
     )
 
 

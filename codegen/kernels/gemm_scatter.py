@@ -17,26 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msc.codegen.kernels import protocol
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    Tiles,
-    ceil_div,
-    check_dtype,
-)
-from msc.codegen.kernels.product import (
-    Operand,
-    Product,
-    Span,
-    described,
-    element,
-    short,
-    use_descriptors,
-)
+from msc.codegen.kernels import protocol, tile_order
+from msc.codegen.kernels.description import Argument, Kernel, Target, Tiles, ceil_div
+from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
+from msc.codegen.kernels.product import Operand, Product, Span, described, use_descriptors
 from msc.codegen.kernels.protocol import Chunks
-from msc.codegen.kernels.source import fill, module
+from msc.codegen.kernels.source import fill, masked, module
 
 KERNEL = """
 @triton.jit(do_not_specialize=["rank", "want"])
@@ -48,12 +34,12 @@ def gemm_scatter(a, b, c, slots, slots_of, counters, counters_of, rank, want):
         <<zeros>>
         <<steps>>
         # into the owner's memory: its slot for this rank
-        owner = tl.load(slots_of + chunk).to(tl.pointer_type($staged))
+        owner = tl.load(slots_of + chunk).to(tl.pointer_type(tl.$staged))
         owner = tl.multiple_of(owner, 16)
         slot_rows = tile_m * BM + tl.arange(0, BM)
         slot_columns = column + tl.arange(0, BN)
         slot_at = (rank * CHUNK + slot_rows)[:, None]$wide * N + slot_columns[None, :]
-        tl.store(owner + slot_at, acc.to($staged)$mask)
+        tl.store(owner + slot_at, acc.to(tl.$staged)$mask)
         counts = tl.load(counters_of + chunk).to(tl.pointer_type(tl.int32))
         signal(counts + tile_m * TILES_N + tile_n)
     for tile in range(tl.program_id(0), CHUNK_TILES_M * TILES_N, PROGRAMS):
@@ -64,7 +50,7 @@ def gemm_scatter(a, b, c, slots, slots_of, counters, counters_of, rank, want):
         for source in range(RANKS):
             slot_at = (source * CHUNK + slot_rows)[:, None]$wide * N + slot_columns[None, :]
             total += tl.load(slots + slot_at$load_mask).to(tl.float32)
-        tl.store(c + slot_rows[:, None]$wide * N + slot_columns[None, :], total.to($result)$mask)
+        tl.store(c + slot_rows[:, None]$wide * N + slot_columns[None, :], total.to(tl.$result)$mask)
 """
 
 
@@ -125,36 +111,32 @@ def emit(scatter: GemmScatter) -> Kernel:
     b = Operand("b", scatter.b_layout, shape, scatter.dtype)
     if use_descriptors(scatter.target, (a, b)):
         a, b = described(a), described(b)
-    product = Product(a, (b,), ("acc",))
+    product = Product(a, b)
     chunk_tiles, columns = ceil_div(chunk, tiles.m), ceil_div(scatter.n, tiles.n)
     row_span = Span("row", "(chunk + 1) * CHUNK", chunk % tiles.m == 0)
     column_span = Span("column", "N", scatter.n % tiles.n == 0)
-    inside = [
+    inside = (
         "" if row_span.exact else "(slot_rows[:, None] < CHUNK)",
         "" if column_span.exact else "(slot_columns[None, :] < N)",
-    ]
-    mask = " & ".join(filter(None, inside))
+    )
     programs = min(scatter.ranks * chunk_tiles * columns, scatter.target.processors)
     slots = Operand("slots", "mk", (scatter.m, scatter.n), staged)
     text = fill(
         KERNEL,
         zeros=product.zeros(),
         steps=product.steps(row_span, (column_span,), Span("0", "K", scatter.k % tiles.k == 0)),
-        staged=element(staged),
-        result=element(scatter.dtype),
+        staged=staged,
+        result=scatter.dtype,
         wide=slots.wide,
-        mask=f", mask={mask}" if mask else "",
-        load_mask=f", mask={mask}, other=0.0" if mask else "",
+        mask=masked(*inside),
+        load_mask=masked(*inside, other="0.0"),
     )
     constants = {
         "RANKS": scatter.ranks,
         "CHUNK": chunk,
         "N": scatter.n,
         "K": scatter.k,
-        "BM": tiles.m,
-        "BN": tiles.n,
-        "BK": tiles.k,
-        "GROUP": tiles.group,
+        **tiles.constants,
         "CHUNK_TILES_M": chunk_tiles,
         "TILES_N": columns,
         "PROGRAMS": programs,
@@ -167,7 +149,7 @@ def emit(scatter: GemmScatter) -> Kernel:
             constants,
             protocol.wait(through_tma=False),
             protocol.signal(),
-            protocol.chunked_order(chunk_tiles, tiles.group, own_first=False),
+            tile_order.chunked(chunk_tiles, tiles.group, own_first=False),
             text,
         ),
         "gemm_scatter",
@@ -186,6 +168,6 @@ def emit(scatter: GemmScatter) -> Kernel:
         scatter.target,
         tiles.warps,
         tiles.stages,
-        matrix=scatter.dtype != "float32",
+        matrix=on_tensor_cores(scatter.dtype),
         cooperative=True,
     )

@@ -12,25 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msc.codegen.kernels import order
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    Tiles,
-    ceil_div,
-    check_dtype,
-)
-from msc.codegen.kernels.product import (
-    Operand,
-    Product,
-    Span,
-    described,
-    element,
-    short,
-    use_descriptors,
-)
-from msc.codegen.kernels.source import fill, module
+from msc.codegen.kernels import tile_order
+from msc.codegen.kernels.description import Argument, Kernel, Target, Tiles, ceil_div, signature
+from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
+from msc.codegen.kernels.product import Operand, Product, Span, described, use_descriptors
+from msc.codegen.kernels.source import fill, masked, module
 
 BLOCK = 128
 
@@ -68,7 +54,7 @@ extra = tl.load(g_target + out_rows, mask=out_rows < M, other=0.0).to(tl.float32
 acc = tl.exp(acc - level[:, None]) * weight[:, None]
 acc = tl.where(hit, acc + extra[:, None], acc)
 at = out_rows[:, None]$wide * N + out_columns[None, :]
-tl.store(gradient + at, acc.to($dtype)$mask)
+tl.store(gradient + at, acc.to(tl.$dtype)$mask)
 """
 
 COMBINE = """
@@ -158,17 +144,16 @@ def emit_combine(loss: LinearCrossEntropy) -> Kernel:
 
 def emit_gradient(loss: LinearCrossEntropy) -> Kernel:
     """x, w, target, lse, g_lse, g_target, start -> gradient [m, n] of the logits of these rows."""
-    masks = [
+    mask = masked(
         "" if loss.m % loss.tiles.m == 0 else "(out_rows[:, None] < M)",
         "" if loss.n % loss.tiles.n == 0 else "(out_columns[None, :] < N)",
-    ]
-    mask = " & ".join(filter(None, masks))
+    )
     result = Operand("gradient", "mk", (loss.m, loss.n), loss.dtype)
     finish = fill(
         GRADIENT,
         wide=result.wide,
-        dtype=element(loss.dtype),
-        mask=f", mask={mask}" if mask else "",
+        dtype=loss.dtype,
+        mask=mask,
     )
     rest = (
         *(Argument(name, "pointer", "float64") for name in ("lse", "g_lse", "g_target")),
@@ -185,7 +170,7 @@ def _product(
     w = Operand("w", "nk", (loss.n, loss.k), loss.dtype)
     if use_descriptors(target, (x, w)):
         x, w = described(x), described(w)
-    product = Product(x, (w,), ("acc",))
+    product = Product(x, w)
     rows = Span("row", "M", loss.m % tiles.m == 0)
     columns = Span("column", "N", loss.n % tiles.n == 0)
     tile_rows = ceil_div(loss.m, tiles.m)
@@ -200,7 +185,7 @@ def _product(
     text = fill(
         KERNEL,
         name=entry,
-        arguments=", ".join(argument.name for argument in arguments),
+        arguments=signature(arguments),
         zeros=product.zeros(),
         steps=product.steps(rows, (columns,), Span("0", "K", loss.k % tiles.k == 0)),
         finish=finish,
@@ -209,10 +194,7 @@ def _product(
         "M": loss.m,
         "N": loss.n,
         "K": loss.k,
-        "BM": tiles.m,
-        "BN": tiles.n,
-        "BK": tiles.k,
-        "GROUP": tiles.group,
+        **tiles.constants,
         "TILES_M": tile_rows,
         "TILES_N": loss.columns,
         "PROGRAMS": programs,
@@ -220,12 +202,12 @@ def _product(
     title = f"Cross entropy of x[{loss.m}, {loss.k}] @ w.T with {loss.n} columns, {target.name}."
     return Kernel(
         f"{entry}_{loss.label}",
-        module(title, constants, order.plain(tile_rows, tiles.group), text),
+        module(title, constants, tile_order.plain(tile_rows, tiles.group), text),
         entry,
         arguments,
         (programs,),
         target,
         tiles.warps,
         tiles.stages,
-        matrix=loss.dtype != "float32",
+        matrix=on_tensor_cores(loss.dtype),
     )

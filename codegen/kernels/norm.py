@@ -10,15 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import (
-    Argument,
-    Kernel,
-    Target,
-    ceil_div,
-    check_dtype,
-)
-from msc.codegen.kernels.product import short
-from msc.codegen.kernels.source import fill, module
+from msc.codegen.kernels.description import Argument, Kernel, Target, ceil_div, power_of_two
+from msc.codegen.kernels.dtypes import check_dtype, short
+from msc.codegen.kernels.source import fill, module, wide_index
 from msc.ir.errors import PlanError
 
 WIDEST = 2**16
@@ -137,7 +131,7 @@ class Norm:
     @property
     def block(self) -> int:
         """The power of two that holds a row."""
-        return max(16, 1 << (self.width - 1).bit_length())
+        return max(16, power_of_two(self.width))
 
     @property
     def warps(self) -> int:
@@ -234,7 +228,7 @@ def _stores(sums: list[str], program: str) -> str:
 
 
 def _row(norm: Norm) -> str:
-    return "row.to(tl.int64)" if norm.rows * norm.width >= 2**31 else "row"
+    return f"row{wide_index(norm.rows * norm.width)}"
 
 
 def _arguments(norm: Norm, names: list[str], numbers: list[str]) -> tuple[Argument, ...]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import Argument, Kernel, Target, check_dtype
-from msc.codegen.kernels.product import short
+from msc.codegen.kernels.description import Argument, Kernel, Target, signature
+from msc.codegen.kernels.dtypes import check_dtype, short
 from msc.codegen.kernels.source import fill, module
 
 PIECE = 2048
@@ -229,7 +229,7 @@ def _kernel(
         _HEAD,
         options='(do_not_specialize=["count"])' if entry == "lamb_step" else "",
         name=entry,
-        arguments=", ".join(argument.name for argument in arguments),
+        arguments=signature(arguments),
         body=body,
     )
     return Kernel(

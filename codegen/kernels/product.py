@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from msc.codegen.kernels.description import BYTES, SHORT, Argument, Target, Tiles
-from msc.codegen.kernels.source import fill
+from msc.codegen.kernels.description import Argument, Target, Tiles
+from msc.codegen.kernels.dtypes import BYTES
+from msc.codegen.kernels.source import fill, masked, precision, wide_index
 from msc.ir.errors import PlanError
 
-_INT32_LIMIT = 2**31
 _SIDE_OF = {"mk": "m", "km": "m", "nk": "n", "kn": "n"}
 
 
@@ -54,8 +54,8 @@ class Operand:
 
     @property
     def wide(self) -> str:
-        """The conversion of its row index, so that offsets beyond 2^31 do not wrap around."""
-        return ".to(tl.int64)" if self.shape[0] * self.shape[1] >= _INT32_LIMIT else ""
+        """The conversion of its row index."""
+        return wide_index(self.shape[0] * self.shape[1])
 
     @property
     def length(self) -> str:
@@ -82,16 +82,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Product:
-    """How the text of a tile is made: one left factor, one or two right ones (gate and up)."""
+    """How the text of a tile is made; with two accumulators, of two runs of the right's columns.
+
+    The sums are float32.
+    """
 
     left: Operand
-    rights: tuple[Operand, ...]
-    accumulators: tuple[str, ...]
-
-    @property
-    def dtype(self) -> str:
-        """Of the factors; the sums are float32."""
-        return self.left.dtype
+    right: Operand
+    accumulators: tuple[str, ...] = ("acc",)
 
     def zeros(self) -> str:
         """The accumulators before the first step."""
@@ -100,26 +98,24 @@ class Product:
         )
 
     def steps(self, rows: Span, columns: tuple[Span, ...], depth: Span) -> str:
-        """The loop over `depth` that adds to the accumulators."""
+        """The loop over `depth` that adds to the accumulators, each of its columns."""
         setup: list[str] = []
-        body: list[str] = []
         moves: list[str] = []
-        operands = (self.left, *self.rights)
-        if not all(operand.described for operand in operands):
+        if not (self.left.described and self.right.described):
             setup += ["steps = tl.arange(0, BK)", f"depth = {depth.start} + steps"]
         x = _Reader(self.left, "left", "rows", rows, depth)
         numbers = ("",) if len(columns) == 1 else ("_0", "_1")
         ys = [
-            _Reader(right, f"right{number}", f"columns{number}", span, depth)
-            for number, right, span in zip(numbers, self.rights, columns, strict=True)
+            _Reader(self.right, f"right{number}", f"columns{number}", span, depth)
+            for number, span in zip(numbers, columns, strict=True)
         ]
         for reader in (x, *ys):
             setup += reader.setup
             moves += reader.moves
-        body += x.load
-        for accumulator, y in zip(self.accumulators, ys, strict=True):
-            body += y.load
-            body.append(self._dot(accumulator, x.value, y.value))
+        body = [x.load]
+        rest = precision(self.left.dtype)
+        for acc, y in zip(self.accumulators, ys, strict=True):
+            body += [y.load, f"{acc} = tl.dot({x.value}, {y.value}, {acc}{rest})"]
         text = """
             <<setup>>
             for k in range($start, $end, BK):
@@ -127,11 +123,6 @@ class Product:
         """
         lines = "\n".join([*body, *moves])
         return fill(text, setup="\n".join(setup), start=depth.start, end=depth.end, body=lines)
-
-    def _dot(self, accumulator: str, x: str, y: str) -> str:
-        # float32 is multiplied as such: tensor cores would round it to 10 bits
-        precision = ', input_precision="ieee"' if self.dtype == "float32" else ""
-        return f"{accumulator} = tl.dot({x}, {y}, {accumulator}{precision})"
 
 
 class _Reader:
@@ -146,41 +137,26 @@ class _Reader:
         left = operand.side == "m"
         if operand.described:
             at = f"k, {own.start}" if operand.depth_major else f"{own.start}, k"
-            self.load = [f"{name} = {operand.name}.load([{at}])"]
+            self.load = f"{name} = {operand.name}.load([{at}])"
             self.value = name if operand.depth_major != left else f"{name}.T"
             return
         self.value = name
-        along, across = (
-            (f"{indices}[:, None]", "[None, :]")
-            if left
-            else (
-                f"{indices}[None, :]",
-                "[:, None]",
-            )
-        )
         size = "BM" if left else "BN"
-        major, minor = (
-            (f"depth{across}", along)
-            if operand.depth_major
-            else (
-                along,
-                f"depth{across}",
-            )
-        )
+        own_axis, depth_axis = ("[:, None]", "[None, :]") if left else ("[None, :]", "[:, None]")
+        along, across = f"{indices}{own_axis}", f"depth{depth_axis}"
+        major, minor = (across, along) if operand.depth_major else (along, across)
         self.setup = [
             f"{indices} = {own.start} + tl.arange(0, {size})",
             f"{name}_at = {operand.name} + {major}{operand.wide} * {operand.length} + {minor}",
         ]
-        masks = [
+        mask = masked(
             "" if own.exact else f"({along} < {own.end})",
-            "" if depth.exact else f"(steps{across} < {depth.end} - k)",
-        ]
-        mask = " & ".join(filter(None, masks))
-        masked = f", mask={mask}, other=0.0" if mask else ""
-        self.load = [f"{name} = tl.load({name}_at{masked})"]
-        self.moves = [
-            f"{name}_at += " + (f"BK * {operand.length}" if operand.depth_major else "BK")
-        ]
+            "" if depth.exact else f"(steps{depth_axis} < {depth.end} - k)",
+            other="0.0",
+        )
+        self.load = f"{name} = tl.load({name}_at{mask})"
+        step = f"BK * {operand.length}" if operand.depth_major else "BK"
+        self.moves = [f"{name}_at += {step}"]
 
 
 def use_descriptors(target: Target, operands: tuple[Operand, ...]) -> bool:
@@ -191,13 +167,3 @@ def use_descriptors(target: Target, operands: tuple[Operand, ...]) -> bool:
 def described(operand: Operand) -> Operand:
     """The same operand, moved by a tensor descriptor."""
     return replace(operand, described=True)
-
-
-def element(dtype: str) -> str:
-    """The dtype as it is named in a kernel: `tl.bfloat16`."""
-    return f"tl.{dtype}"
-
-
-def short(dtype: str) -> str:
-    """The dtype as it is named in a kernel's name: `bf16`."""
-    return SHORT[dtype]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import ceil_div
+from msc.codegen.kernels.description import Argument, ceil_div
 from msc.codegen.kernels.source import fill
 from msc.ir.errors import PlanError
 
@@ -47,17 +47,12 @@ def signal(flag):
     tl.atomic_add(flag, 1, sem="release", scope="sys")
 """
 
-CHUNKED = """
-@triton.jit
-def tile_at(index, rank):
-    # chunk after chunk, $order; inside a chunk GROUP rows of tiles, column by column
-    chunk = (rank + $shift + index // (CHUNK_TILES_M * TILES_N)) % RANKS
-    inside = index % (CHUNK_TILES_M * TILES_N)
-    first = inside // (GROUP * TILES_N) * GROUP
-    inside = inside % (GROUP * TILES_N)
-    height = $height
-    return chunk, first + inside % height, inside // height
-"""
+WAIT_ARGUMENTS = (
+    Argument("flags", "pointer", "int32"),
+    Argument("rank", "int32"),
+    Argument("want", "int32"),
+)
+"""What a kernel that waits for shards takes besides its tensors."""
 
 
 def wait(through_tma: bool) -> str:
@@ -68,19 +63,6 @@ def wait(through_tma: bool) -> str:
 def signal() -> str:
     """The function `signal(flag)`."""
     return SIGNAL
-
-
-def chunked_order(chunk_rows: int, group: int, own_first: bool) -> str:
-    """The function `tile_at(index, rank)`: chunk, row of tiles in it, column of tiles.
-
-    A rank's own chunk is the first or the last one. chunk_rows: rows of tiles of a chunk.
-    """
-    return fill(
-        CHUNKED,
-        order="this rank's own first" if own_first else "this rank's own last",
-        shift=0 if own_first else 1,
-        height="GROUP" if chunk_rows % group == 0 else "min(CHUNK_TILES_M - first, GROUP)",
-    )
 
 
 @dataclass(frozen=True)

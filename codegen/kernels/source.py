@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from textwrap import dedent, indent
 
+from msc.codegen.kernels.dtypes import on_tensor_cores
+
 _WHOLE_LINE = re.compile(r"^( *)<<(\w+)>>$")
 _NAME = re.compile(r"\$(\w+)\b")
 
@@ -30,6 +32,25 @@ def fill(template: str, **parts: str | int | float) -> str:
         if fragment:
             lines.append(indent(fragment, whole[1]))
     return "\n".join(lines)
+
+
+def masked(*conditions: str, other: str = "") -> str:
+    """The arguments of a load or store where all conditions hold; an empty one needs no mask.
+
+    other: what a load gives elsewhere.
+    """
+    mask = " & ".join(filter(None, conditions))
+    return f", mask={mask}" + (f", other={other}" if other else "") if mask else ""
+
+
+def wide_index(elements: int) -> str:
+    """The conversion of a row index, so that offsets beyond 2^31 do not wrap around."""
+    return ".to(tl.int64)" if elements >= 2**31 else ""
+
+
+def precision(dtype: str) -> str:
+    """The argument of `tl.dot` that multiplies float32 as such: tensor cores would keep 10 bits."""
+    return "" if on_tensor_cores(dtype) else ', input_precision="ieee"'
 
 
 def module(title: str, constants: Mapping[str, int | float], *pieces: str) -> str:

@@ -81,7 +81,6 @@ MUTANTS = """
 import dataclasses, json
 from msc.codegen.kernels.ahead_of_time import compile_kernel
 from msc.codegen.kernels.gemm import Gemm, emit
-from msc.codegen.kernels.search_space import prune
 from msc.codegen.kernels.catalogue import kernels
 from msc.codegen.kernels.description import SM_90, Tiles
 
@@ -99,14 +98,13 @@ FENCE = "fence.proxy.async.global; "
 STORE = "        c.store([row, column], acc_left.to(tl.bfloat16))"
 BARRIER = "        tl.debug_barrier()"
 SIGNAL = '        tl.atomic_add(flags, 1, sem="release", scope="sys")'
-def gemm(tiles):
-    return emit(Gemm(8192, 6144, 12288, "bfloat16", SM_90, tiles))
+def gemm(parts):
+    tiles = Tiles(128, 256, 64, stages=4, parts=parts)
+    return compile_kernel(emit(Gemm(8192, 6144, 12288, "bfloat16", SM_90, tiles))).faults()
 
-wide, split = Tiles(128, 256, 64, stages=4), Tiles(128, 256, 64, stages=4, parts=2)
-pruned = prune(gemm, [wide, split])
 print(json.dumps({
-    "usable": [tiles == split for tiles, _, _ in pruned.usable],
-    "rejected": [fault for faults in pruned.rejected.values() for fault in faults],
+    "whole tiles": gemm(1),
+    "tiles in two parts": gemm(2),
     "no fence": faults(GATHER, FENCE),
     "signal after a TMA store": faults(GATHER, STORE, f"{STORE}\\n{BARRIER}\\n{SIGNAL}"),
     "no barrier": faults(SCATTER, "    tl.debug_barrier()\\n"),
@@ -130,8 +128,8 @@ def test_faults_are_found() -> None:
     )
     assert "no wgmma" in found["no tensor cores"]
     # of two ways to store the same tile, one needs more shared memory than there is
-    assert found["usable"] == [True]
-    assert found["rejected"] == ["262176 bytes of shared memory; there are 232448"]
+    assert found["tiles in two parts"] == []
+    assert found["whole tiles"] == ["262176 bytes of shared memory; there are 232448"]
 
 
 def test_a_process_that_interprets_cannot_compile() -> None:

@@ -11,7 +11,7 @@ with the programs of several ranks at once under a weak memory model.
 Triton interprets only where TRITON_INTERPRET=1 was set before it was first imported.
 """
 
-from msc.testing.interpreter.assembly import interpreted
 from msc.testing.interpreter.executor import Deadlock, Executor
+from msc.testing.interpreter.one_kernel import interpreted
 
 __all__ = ["Deadlock", "Executor", "interpreted"]

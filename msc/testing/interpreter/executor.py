@@ -20,7 +20,7 @@ import numpy as np
 from greenlet import getcurrent
 
 from msc.codegen.kernels.description import Kernel
-from msc.codegen.kernels.load import bind, function
+from msc.codegen.kernels.launch import bind, function
 from msc.testing.interpreter.assembly import PROXY_FENCE, Results, fences
 from msc.testing.interpreter.copy_engine import CopyEngine
 from msc.testing.interpreter.memory import Memory
@@ -66,7 +66,15 @@ class Executor:
         self._bulk = False  # inside a load or store by a tensor descriptor
         self._builder = interpreter.InterpreterBuilder
         self._handle = interpreter.TensorHandle
-        self._original = {name: getattr(self._builder, name) for name in _HOOKED}
+        self._hooks: dict[str, Callable[..., Any]] = {
+            "create_masked_load": self._hook(self._on_load, "create_masked_load"),
+            "create_masked_store": self._hook(self._on_store, "create_masked_store"),
+            "create_atomic_rmw": self._hook(self._on_atomic, "create_atomic_rmw"),
+            "create_descriptor_load": self._hook_bulk("create_descriptor_load"),
+            "create_descriptor_store": self._hook_bulk("create_descriptor_store"),
+            "create_inline_asm": self._hook(self._on_asm, "create_inline_asm"),
+        }
+        self._original = {name: getattr(self._builder, name) for name in self._hooks}
         self._memory = Memory(self._rng, self._read, self._write)
 
     def launch(self, rank: int, kernel: Kernel, values: Mapping[str, Any]) -> Launch:
@@ -92,11 +100,14 @@ class Executor:
 
     def copies(self, rank: int, name: str, work: Callable[[CopyEngine], None]) -> Launch:
         """Puts copies, waits and signals at the end of a rank's stream, between its kernels."""
-        task: Task = Task(f"rank {rank} {name}", rank, lambda: work(self._copy_engine(task)))
-        return self._append(rank, [task])
+        return self._append(rank, [self._copy_task(rank, name, work)])
 
-    def _copy_engine(self, task: Task) -> CopyEngine:
-        return CopyEngine(task, self._memory, self._rng, self._switch, self._poll)
+    def _copy_task(self, rank: int, name: str, work: Callable[[CopyEngine], None]) -> Task:
+        def run() -> None:
+            work(CopyEngine(task, self._memory, self._rng, self._switch, self._poll))
+
+        task = Task(f"rank {rank} {name}", rank, run)
+        return task
 
     def _append(self, rank: int, tasks: list[Task]) -> Launch:
         for task in tasks:
@@ -107,8 +118,7 @@ class Executor:
 
     def engine(self, rank: int, name: str, work: Callable[[CopyEngine], None]) -> None:
         """Adds a second stream of copies, waits and signals, which runs beside the kernels."""
-        task: Task = Task(f"rank {rank} {name}", rank, lambda: work(self._copy_engine(task)))
-        self._engines.append(task)
+        self._engines.append(self._copy_task(rank, name, work))
 
     def run(self) -> None:
         """Until everything has ended. Raises Deadlock, or what a program raised."""
@@ -118,7 +128,7 @@ class Executor:
         self._hub = getcurrent()
         with ExitStack() as stack:
             stack.enter_context(exact_bfloat16())
-            stack.enter_context(replaced(self._builder, self._hooks()))
+            stack.enter_context(replaced(self._builder, self._hooks))
             # the language is patched once for all programs, not at each call of a helper
             call = {"__call__": lambda helper, *args, **kwargs: helper.rewrite()(*args, **kwargs)}
             stack.enter_context(replaced(interpreter.InterpretedFunction, call))
@@ -209,16 +219,6 @@ class Executor:
         return f"{len(self._live)} tasks wait, {behind} programs have not started: {names}{more}"
 
     # What programs do, instead of what the interpreter would do.
-
-    def _hooks(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "create_masked_load": self._hook(self._on_load, "create_masked_load"),
-            "create_masked_store": self._hook(self._on_store, "create_masked_store"),
-            "create_atomic_rmw": self._hook(self._on_atomic, "create_atomic_rmw"),
-            "create_descriptor_load": self._hook_bulk("create_descriptor_load"),
-            "create_descriptor_store": self._hook_bulk("create_descriptor_store"),
-            "create_inline_asm": self._hook(self._on_asm, "create_inline_asm"),
-        }
 
     def _hook(self, handler: Callable[..., Any], name: str) -> Callable[..., Any]:
         def hooked(builder: Any, *args: Any, **kwargs: Any) -> Any:
@@ -328,13 +328,3 @@ class Executor:
 
         everywhere = np.ones(addresses.shape, dtype=bool)
         interpreter._interpreter.store(addresses, values, everywhere)
-
-
-_HOOKED = (
-    "create_masked_load",
-    "create_masked_store",
-    "create_atomic_rmw",
-    "create_descriptor_load",
-    "create_descriptor_store",
-    "create_inline_asm",
-)

@@ -42,10 +42,6 @@ def exact_bfloat16() -> Iterator[None]:
 
     builder = interpreter.InterpreterBuilder
     handle = interpreter.TensorHandle
-    original = {
-        name: getattr(builder, name)
-        for name in ("cast_impl", "create_fp_to_fp", "binary_op", "unary_op", "create_dot")
-    }
 
     def narrow(value: Any) -> bool:
         return bool(value.dtype.scalar == tl.bfloat16)
@@ -86,6 +82,7 @@ def exact_bfloat16() -> Iterator[None]:
         "unary_op": unary,
         "create_dot": dot,
     }
+    original = {name: getattr(builder, name) for name in methods}
     # numpy warns of what a GPU computes without a word: exp of a large number is infinite
     with replaced(builder, methods), np.errstate(all="ignore"):
         yield

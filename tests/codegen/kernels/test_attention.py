@@ -13,7 +13,7 @@ from torch import Tensor
 from msc.codegen.kernels import attention_backward, attention_forward
 from msc.codegen.kernels.attention import Attention
 from msc.codegen.kernels.description import SM_80, SM_90, Tiles
-from msc.codegen.kernels.load import launch
+from msc.codegen.kernels.launch import launch
 from msc.ir.errors import PlanError
 from msc.testing.interpreter import interpreted
 from tests.codegen.kernels.fused import error, poisoned

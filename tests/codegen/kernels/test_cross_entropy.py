@@ -9,7 +9,7 @@ import msc.ir.ops  # noqa: F401  registers the ops
 from msc.codegen.kernels import cross_entropy
 from msc.codegen.kernels.cross_entropy import CrossEntropy
 from msc.codegen.kernels.description import SM_90
-from msc.codegen.kernels.load import launch
+from msc.codegen.kernels.launch import launch
 from msc.testing.interpreter import interpreted
 from tests.codegen.kernels.fused import error, poisoned
 

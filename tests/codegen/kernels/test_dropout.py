@@ -9,7 +9,7 @@ import msc.ir.ops  # noqa: F401  registers the ops
 from msc.codegen.kernels import dropout
 from msc.codegen.kernels.description import SM_90
 from msc.codegen.kernels.dropout import Dropout
-from msc.codegen.kernels.load import launch
+from msc.codegen.kernels.launch import launch
 from msc.ir.errors import PlanError
 from msc.ir.ops.random import flat_indices
 from msc.testing.interpreter import interpreted

@@ -13,7 +13,7 @@ from torch.nn import functional
 from msc.codegen.kernels.description import SM_80, SM_90, Target, Tiles
 from msc.codegen.kernels.epilogue import Epilogue
 from msc.codegen.kernels.gemm import Gemm, emit
-from msc.codegen.kernels.load import bind, launch
+from msc.codegen.kernels.launch import bind, launch
 from msc.ir.errors import PlanError
 from msc.testing.interpreter import interpreted
 from tests.codegen.kernels.fused import error, poisoned

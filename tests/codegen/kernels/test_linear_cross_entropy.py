@@ -10,8 +10,8 @@ import torch
 import msc.ir.ops  # noqa: F401  registers the ops
 from msc.codegen.kernels import linear_cross_entropy
 from msc.codegen.kernels.description import SM_80, SM_90, Target, Tiles
+from msc.codegen.kernels.launch import launch
 from msc.codegen.kernels.linear_cross_entropy import LinearCrossEntropy
-from msc.codegen.kernels.load import launch
 from msc.testing.interpreter import interpreted
 from tests.codegen.kernels.fused import error, poisoned
 

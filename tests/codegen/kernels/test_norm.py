@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from msc.codegen.kernels import column_sums, norm
 from msc.codegen.kernels.description import SM_80
-from msc.codegen.kernels.load import launch
+from msc.codegen.kernels.launch import launch
 from msc.codegen.kernels.norm import Norm
 from msc.ir.errors import PlanError
 from msc.testing.interpreter import interpreted

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from msc.codegen.kernels import optimizer
 from msc.codegen.kernels.description import SM_90
-from msc.codegen.kernels.load import launch
+from msc.codegen.kernels.launch import launch
 from msc.codegen.kernels.optimizer import PIECE, Moments
 from msc.runtime.adam import adam
 from msc.runtime.lamb import lamb, lamb_sums

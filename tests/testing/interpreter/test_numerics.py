@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from msc.codegen.kernels.description import SM_90, Argument, Kernel
-from msc.codegen.kernels.load import launch
+from msc.codegen.kernels.launch import launch
 from msc.codegen.kernels.source import module
 from msc.testing.interpreter import interpreted
 from msc.testing.interpreter.numerics import to_bfloat16, widen

@@ -66,10 +66,7 @@ def bind(kernel: Kernel, values: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def launch(kernel: Kernel, values: Mapping[str, Any]) -> None:
     """Run the kernel on the device of its tensors (on the CPU: in Triton's interpreter)."""
-    options: dict[str, Any] = {"num_warps": kernel.warps, "num_stages": kernel.stages}
-    if kernel.cooperative:
-        options["launch_cooperative_grid"] = True
-    function(kernel)[kernel.grid](*bind(kernel, values), **options)
+    function(kernel)[kernel.grid](*bind(kernel, values), **kernel.options)
 
 
 @cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from msc.codegen.kernels import order, protocol
+from msc.codegen.kernels import tile_order
 from msc.cost.tile_schedule import grouped
 
 
@@ -18,7 +18,7 @@ def compiled(text: str, **constants: int) -> Any:
 
 @pytest.mark.parametrize(("rows", "columns", "group"), [(8, 5, 4), (7, 3, 4), (1, 6, 8), (9, 1, 2)])
 def test_grouped(rows: int, columns: int, group: int) -> None:
-    tile_at = compiled(order.plain(rows, group), TILES_M=rows, TILES_N=columns, GROUP=group)
+    tile_at = compiled(tile_order.plain(rows, group), TILES_M=rows, TILES_N=columns, GROUP=group)
     for index in range(rows * columns):
         assert tile_at(index) == grouped(index, rows, columns, group)
 
@@ -27,7 +27,7 @@ def test_grouped(rows: int, columns: int, group: int) -> None:
 @pytest.mark.parametrize(("rows", "columns", "group"), [(4, 5, 2), (3, 4, 2)])
 def test_chunk_after_chunk(rows: int, columns: int, group: int, own_first: bool) -> None:
     ranks, rank = 4, 3
-    text = protocol.chunked_order(rows, group, own_first)
+    text = tile_order.chunked(rows, group, own_first)
     constants = {"RANKS": ranks, "CHUNK_TILES_M": rows, "TILES_N": columns, "GROUP": group}
     tile_at = compiled(text, **constants)
     chunks = [3, 0, 1, 2] if own_first else [0, 1, 2, 3]
