@@ -192,8 +192,8 @@ class Trainer:
         with TrainingProgress(log, self.step, steps, work, unit) as progress:
             while self.step < last:
                 with self._in_step(self.step + 1):
-                    inputs = self._batches.while_gathering(lambda: self._load(last))
                     self._phase("step", self.step + 1)
+                    inputs = self._batches.while_gathering(lambda: self._load(last))
                     outputs = self._executor.run(self._state.arguments(self._graph, inputs))
                     loss = float(outputs["loss"])
                 before = self.skipped_steps
@@ -215,7 +215,7 @@ class Trainer:
 
     def _load(self, last: int) -> dict[str, Tensor]:
         """The inputs of the next step."""
-        self._phase("data", self.step + 1)
+        self._phase("data")
         inputs = self._batches.need(self.step, last)
         self._phase("step")
         return inputs
