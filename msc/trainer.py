@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from msc.batches import Batches, Data, samples_and_tokens
-from msc.checkpoint_options import Checkpoint
-from msc.checkpointing import History, RunCheckpoints
+from msc.checkpoint.options import Checkpoint
+from msc.checkpoint.run import History, RunCheckpoints
 from msc.gathering import gather_buffers, gather_whole
 from msc.ir.errors import CommunicationError, InputError, PlanError
 from msc.passes.forward_only import forward_only
@@ -79,6 +79,10 @@ class Trainer:
         """
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise InputError(f"timeout_s is {timeout_s!r}; it is a positive number of seconds.")
+        if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+            raise InputError(
+                f"checkpoint is {checkpoint!r}; it is an msc.Checkpoint(folder, every=..)."
+            )
         self.program = program
         self._history = History()
         self._log = log
