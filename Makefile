@@ -25,7 +25,7 @@ test: setup
 test-long: setup
 	OMP_NUM_THREADS=1 MSC_TEST_LONG=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile=long \
 		tests/passes/sharding/test_rules.py tests/parity/test_matrix.py \
-		tests/runtime/checkpoint/test_writing.py tests/test_checkpointing.py tests/codegen/kernels
+		tests/runtime/checkpoint/test_writing.py tests/checkpoint/test_processes.py tests/codegen/kernels
 
 # Compiles every Triton kernel for sm_80 and sm_90, without a GPU; two minutes on two cores.
 kernels: setup

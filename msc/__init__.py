@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from msc.capture.functions import wrap_function as wrap_function
-    from msc.checkpoint_options import Checkpoint as Checkpoint
+    from msc.checkpoint.options import Checkpoint as Checkpoint
     from msc.compiler import compile as compile
     from msc.cost import Cluster as Cluster
     from msc.initialization import init as init
@@ -87,7 +87,7 @@ PUBLIC = {
     "LearningRate": "msc.ir.optimizer:LearningRate",
     "ParallelBlock": "msc.passes.rewrites.parallel_block:ParallelBlock",
     "Trainer": "msc.trainer:Trainer",
-    "Checkpoint": "msc.checkpoint_options:Checkpoint",
+    "Checkpoint": "msc.checkpoint.options:Checkpoint",
     "Pass": "msc.ir.pipeline:Pass",
     "GraphPass": "msc.ir.pipeline:GraphPass",
     "UnitPass": "msc.ir.pipeline:UnitPass",

@@ -1,6 +1,6 @@
 """The command `msc`: verify, compile, explain and simulate a model, and handle checkpoints.
 
-`msc/guarded_command.py` says what exit codes mean.
+`msc/command_exit.py` says what exit codes mean.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import typer
 
 import msc
 from msc.build_target import load_target
-from msc.checkpoint_commands import app as checkpoint_app
-from msc.guarded_command import DIFFERENT, guarded
+from msc.checkpoint.commands import app as checkpoint_app
+from msc.command_exit import DIFFERENT, guarded
 from msc.ir.errors import UserError
 from msc.passes.schedules.rules import SCHEDULES
 from msc.pins_file import load_pins

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from msc.batches import Batches, Data, samples_and_tokens
-from msc.checkpoint_options import Checkpoint
-from msc.checkpointing import History, RunCheckpoints
+from msc.checkpoint.options import Checkpoint
+from msc.checkpoint.run import History, RunCheckpoints
 from msc.gathering import gather_buffers, gather_whole
 from msc.ir.errors import CommunicationError, InputError, PlanError
 from msc.passes.forward_only import forward_only
@@ -79,6 +79,10 @@ class Trainer:
         """
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise InputError(f"timeout_s is {timeout_s!r}; it is a positive number of seconds.")
+        if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+            raise InputError(
+                f"checkpoint is {checkpoint!r}; it is an msc.Checkpoint(folder, every=..)."
+            )
         self.program = program
         self._history = History()
         self._log = log
@@ -192,8 +196,8 @@ class Trainer:
         with TrainingProgress(log, self.step, steps, work, unit) as progress:
             while self.step < last:
                 with self._in_step(self.step + 1):
-                    inputs = self._batches.while_gathering(lambda: self._load(last))
                     self._phase("step", self.step + 1)
+                    inputs = self._batches.while_gathering(lambda: self._load(last))
                     outputs = self._executor.run(self._state.arguments(self._graph, inputs))
                     loss = float(outputs["loss"])
                 before = self.skipped_steps
@@ -215,7 +219,7 @@ class Trainer:
 
     def _load(self, last: int) -> dict[str, Tensor]:
         """The inputs of the next step."""
-        self._phase("data", self.step + 1)
+        self._phase("data")
         inputs = self._batches.need(self.step, last)
         self._phase("step")
         return inputs

@@ -36,6 +36,15 @@ def run_job(folder: Path, nproc: int, cases: Sequence[str]) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def texts(folder: Path, cases: Sequence[str]) -> dict[tuple[str, int], str]:
+    """What each rank's error said."""
+    return {
+        (case, rank): (folder / f"{case}.{rank}.txt").read_text()
+        for case in cases
+        for rank in (0, 1)
+    }
+
+
 def compile_model(name: str, mesh: str, **options: Any) -> Program:
     return msc.compile(
         models.build(name),
@@ -213,6 +222,11 @@ def test_data_of_another_kind_is_refused() -> None:
 # -- refusals
 
 
+def test_a_checkpoint_is_no_bare_folder() -> None:
+    with pytest.raises(msc.InputError, match=r"checkpoint is 'saves'; it is an msc\.Checkpoint"):
+        msc.Trainer(small(), [], log=False, checkpoint="saves")  # type: ignore[arg-type]
+
+
 def test_training_needs_an_optimizer() -> None:
     with msc.Trainer(small(optimizer=None), [models.tokens()], log=False) as trainer:
         with pytest.raises(msc.PlanError, match=r"msc\.AdamW"):
@@ -238,11 +252,7 @@ def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_ranks_that_do_not_fit_together(tmp_path: Path) -> None:
     cases = ["other_program", "other_values", "other_world", "short_data", "silent"]
     run_job(tmp_path, 2, cases)
-    text = {
-        (case, rank): (tmp_path / f"{case}.{rank}.txt").read_text()
-        for case in cases
-        for rank in (0, 1)
-    }
+    text = texts(tmp_path, cases)
     for rank in (0, 1):
         found = text["other_program", rank]
         assert found.startswith("CommunicationError: The program of rank 1 differs from that of")
@@ -256,6 +266,30 @@ def test_ranks_that_do_not_fit_together(tmp_path: Path) -> None:
     assert "rank 1 failed in step 2: InputError: The data ended" in text["short_data", 0]
     assert "Rank 0 (pp=0) got no answer from another rank in step 2" in text["silent", 0]
     assert "rank 1 reports nothing: hanging" in text["silent", 0]
+
+
+@pytest.mark.gloo
+def test_data_that_ends_or_fails_inside_of_a_step(tmp_path: Path) -> None:
+    """With ZeRO a step gathers parameters while its batch is loaded."""
+    cases = ["data_ends_in_step", "data_fails_in_step"]
+    run_job(tmp_path, 2, cases)
+    text = texts(tmp_path, cases)
+    for rank in (0, 1):
+        found = text["data_ends_in_step", rank]
+        assert f"Rank {rank} (dp={rank}), step 3: The data ended at step 2" in found
+    ended = torch.load(tmp_path / "ended.pt")
+    program = small("dp=2", zero=1, optimizer=msc.AdamW(lr=1e-2))
+    expected = program.run_virtual(models.tokens())
+    expected = program.run_virtual(models.tokens(), expected.state)
+    assert len(ended["losses"]) == 2
+    for name, value in expected.params.items():
+        torch.testing.assert_close(ended["values"][name], value)
+    found = text["data_fails_in_step", 1]
+    assert found.startswith("OSError: the disk is gone")
+    assert "Rank 1 (dp=1), step 2" in found
+    found = text["data_fails_in_step", 0]
+    assert "Rank 0 (dp=0) got no answer from another rank in step 2" in found
+    assert "rank 1 failed in step 2: OSError: the disk is gone" in found
 
 
 @pytest.mark.gloo

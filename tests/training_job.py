@@ -33,12 +33,17 @@ def batches(name: str) -> list[Any]:
 
 
 @functools.cache
-def compile_small(lr: float = 1e-2, seed: int = 0) -> Program:
-    """A program for pp=2 of a model with one layer per stage."""
+def compile_small(lr: float = 1e-2, seed: int = 0, mesh: str = "pp=2", zero: int = 0) -> Program:
+    """A program for two ranks of a model with two layers."""
     torch.manual_seed(seed)
     model = models.GPT(width=16, heads=2, layers=2)
     adamw = msc.AdamW(lr=lr)
-    return msc.compile(model, models.tokens(), mesh="pp=2", optimizer=adamw)
+    return msc.compile(model, models.tokens(), mesh=mesh, zero=zero, optimizer=adamw)
+
+
+def compile_zero() -> Program:
+    """A program whose steps gather parameters while their batch is loaded."""
+    return compile_small(mesh="dp=2", zero=1)
 
 
 def train(folder: Path, case: str) -> dict[str, Any]:
@@ -84,6 +89,31 @@ def short_data(folder: Path, rank: int) -> None:
         trainer.fit(2)
 
 
+def data_ends_in_step(folder: Path, rank: int) -> None:
+    """The data of both ranks ends while a step is under way; what was trained stays."""
+    data = [models.tokens()] * 2
+    with msc.Trainer(compile_zero(), data, log=False, timeout_s=5) as trainer:
+        try:
+            trainer.fit(3)
+        finally:
+            values = trainer.state_dict()
+            if rank == 0:
+                torch.save({"values": values, "losses": trainer.losses}, folder / "ended.pt")
+
+
+def data_fails_in_step(folder: Path, rank: int) -> None:
+    """Rank 1's data cannot be read while a step is under way."""
+
+    def data() -> Iterator[Any]:
+        yield models.tokens()
+        if rank == 1:
+            raise OSError("the disk is gone")
+        yield models.tokens()
+
+    with msc.Trainer(compile_zero(), data(), log=False, timeout_s=5) as trainer:
+        trainer.fit(2)
+
+
 def silent(folder: Path, rank: int) -> None:
     """Rank 1 hangs in its second step until rank 0 has given up."""
 
@@ -99,7 +129,15 @@ def silent(folder: Path, rank: int) -> None:
 
 FAILURES: dict[str, Callable[[Path, int], None]] = {
     function.__name__: function
-    for function in (other_program, other_values, other_world, short_data, silent)
+    for function in (
+        other_program,
+        other_values,
+        other_world,
+        short_data,
+        silent,
+        data_ends_in_step,
+        data_fails_in_step,
+    )
 }
 
 
@@ -107,7 +145,7 @@ def run(folder: Path, cases: list[str]) -> None:
     """Run the cases as one rank."""
     rank = int(os.environ["RANK"])
     if not FAILURES.keys().isdisjoint(cases):
-        compile_small()  # so that no rank is late where the time to wait is short
+        compile_small(), compile_zero()  # so that no rank is late where the time to wait is short
     for case in cases:
         if case not in FAILURES:
             found = train(folder, case)
@@ -116,7 +154,7 @@ def run(folder: Path, cases: list[str]) -> None:
             continue
         try:
             FAILURES[case](folder, rank)
-        except msc.MSCError as error:
+        except (msc.MSCError, OSError) as error:
             text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
             (folder / f"{case}.{rank}.txt").write_text(text)
         else:

@@ -17,7 +17,6 @@ from msc.runtime.checkpoint.storage import Storage
 Target = Mapping[str, Tensor]
 """This rank's part of each tensor that it holds, by the tensor's name; contiguous."""
 
-
 Share = Callable[[Bucket, Tensor], Tensor]
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import xxhash
 
+from msc.ir.errors import UserError
+
 FORMAT = "msc checkpoint"
 VERSION = 1
 COMMIT = "commit.json"
@@ -26,7 +28,7 @@ CHUNK = 65536
 _DIGITS = 16
 
 
-class DamagedError(Exception):
+class DamagedError(UserError):
     """A file of a checkpoint is not what its commit record says; the text names it."""
 
 
@@ -93,7 +95,7 @@ class Commit:
     """The commit record: a checkpoint that has one is complete.
 
     parts, files: digests of the parts' JSON by their rank, and of other files by name. state: what
-    is no tensor: seed, mesh, position of the data, losses so far. keys: of the program's states.
+    is no tensor: seed, mesh, position of the data, skipped steps.
     """
 
     step: int

@@ -99,12 +99,6 @@ class ReadPlan:
                 if rank in ranks:
                     yield from self._overlaps(tensor, pieces)
 
-    def bytes_needed(self) -> int:
-        """Bytes of the whole state, each once: the least that could be read."""
-        return sum(
-            tensor.nbytes for tensor in self.wanted.tensors if tensor.parts(self.wanted.mesh)
-        )
-
     def _overlaps(self, tensor: StateTensor, pieces: Iterable[Piece]) -> Iterator[Overlap]:
         size = tensor.dtype.itemsize
         for number, stored in self._stored[tensor.name][1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -25,14 +26,16 @@ class Description:
 class SavedState(Mapping[str, Tensor]):
     """Name -> whole tensor, read when it is asked for, in the chunks that it needs, all checked.
 
-    commit: the checkpoint's commit record. Raises `DamagedError` here and at each access.
+    commit: the checkpoint's commit record. Raises `DamagedError`, which names the checkpoint, here
+    and at each access.
     """
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage = storage
         self._folder = folder
-        self.commit = catalog.read_commit(storage, folder)
-        self.parts = catalog.read_parts(storage, folder, self.commit)
+        with self._named():
+            self.commit = catalog.read_commit(storage, folder)
+            self.parts = catalog.read_parts(storage, folder, self.commit)
         self.descriptions: dict[str, Description] = {}
         self._pieces: dict[str, list[tuple[Part, StoredPiece]]] = {}
         for part in self.parts:
@@ -53,10 +56,15 @@ class SavedState(Mapping[str, Tensor]):
 
     def file(self, name: str) -> bytes:
         """A file beside the tensors, compared with the commit record."""
-        return catalog.read_file(self._storage, self._folder, name, self.commit.files[name])
+        with self._named():
+            return catalog.read_file(self._storage, self._folder, name, self.commit.files[name])
 
     def box(self, name: str, box: Box) -> Tensor:
         """A box of a tensor."""
+        with self._named():
+            return self._box(name, box)
+
+    def _box(self, name: str, box: Box) -> Tensor:
         dtype: torch.dtype = getattr(torch, self.descriptions[name].dtype)
         result = torch.empty(box.lengths, dtype=dtype)
         found = 0
@@ -80,6 +88,13 @@ class SavedState(Mapping[str, Tensor]):
             raise DamagedError(f"'{name}' is not whole in the data files")
         return result
 
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except DamagedError as error:
+            raise DamagedError(f"{self._storage}/{self._folder} is damaged: {error}.") from error
+
     def _range(self, part: Part, start: int, end: int) -> Tensor:
         first, last = start // part.chunk, -(-end // part.chunk)
         begin = first * part.chunk
@@ -94,5 +109,4 @@ class SavedState(Mapping[str, Tensor]):
             problem = part.damaged(index, view[at : at + part.chunk])
             if problem:
                 raise DamagedError(problem)
-        raw = torch.frombuffer(bytearray(view[start - begin : end - begin]), dtype=torch.uint8)
-        return raw
+        return torch.frombuffer(bytearray(view[start - begin : end - begin]), dtype=torch.uint8)

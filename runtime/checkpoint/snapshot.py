@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,8 +17,6 @@ class Snapshots:
 
     On CUDA the copies run on a stream of their own, behind what was issued when they began, and
     `settle` lets the device wait, not the host.
-
-    stalled_s: how long the training loop was stopped by the last save.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,14 +28,12 @@ class Snapshots:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
-        self.stalled_s = 0.0
 
     def begin(
         self, values: Sequence[Tensor], slots: Sequence[Tensor], then: Callable[[], None]
     ) -> None:
         """Copy `values` into `slots`; `then` runs in another thread when all is copied."""
         self.finish()
-        started = time.perf_counter()
         copied = self._on_stream(values, slots) if self._stream is not None else None
 
         def copy() -> None:
@@ -51,7 +46,6 @@ class Snapshots:
         self._copied = copied
         self._copy = self._thread.submit(copy)
         self._then = self._thread.submit(self._after, self._copy, then)
-        self.stalled_s = time.perf_counter() - started
 
     @staticmethod
     def _after(copy: Future[None], then: Callable[[], None]) -> None:
@@ -75,10 +69,8 @@ class Snapshots:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
         elif self._stream is None and self._copy is not None:
-            started = time.perf_counter()
             copy, self._copy = self._copy, None
             copy.result()
-            self.stalled_s += time.perf_counter() - started
 
     def finish(self) -> None:
         """Wait until the copy, and what follows it, is done."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from msc.ir.errors import UserError
+
 BLOCK = 8 << 20
 
 
@@ -118,15 +120,23 @@ class LocalStorage(Storage):
 
 
 class FsspecStorage(Storage):
-    """Any file system of fsspec; a file is durable, and there, when it is closed."""
+    """Any file system of fsspec; a file is durable, and there, when it is closed.
+
+    Raises `UserError` for a URL that fsspec cannot open, such as one whose client is not installed.
+    """
 
     def __init__(self, url: str) -> None:
         import fsspec
 
         super().__init__(url)
         self._fs: Any
-        with _as_os_errors(url):
+        try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
+        except Exception as error:
+            raise UserError(
+                f"'{url}' cannot be opened: {type(error).__name__}: {error}. Give a folder, or a "
+                "URL that fsspec knows, and install its client."
+            ) from error
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")

@@ -1,9 +1,10 @@
 """What the tests of checkpoints run in every rank; started by itself through `msc.launch`.
 
-    python checkpoint_job.py FOLDER NPROC CASE..
+    python job.py FOLDER NPROC CASE..
 
 A case is `NAME:STEPS:MESH`: train the program in FOLDER/MESH to STEPS steps, with checkpoints in
-FOLDER/NAME, or without any where NAME is "plain". Rank 0's findings go to FOLDER/NAME.MESH.pt.
+FOLDER/NAME, or without any where NAME is "plain". Where MESH begins with "zero" the data is an
+iterable that keeps its own position, else rows that are asked for by step. Rank 0's findings go to FOLDER/NAME.MESH.pt.
 `NAME:STEPS:MESH:kill=N` kills rank N, or all ranks ("all"), when step STEPS has ended; the step
 before it was saved.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,24 @@ class Rows:
         return {"version": self.version}
 
 
+class Stateful:
+    """An iterable that keeps its own position."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.at += 1
+            yield tokens(self.at - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
 def train(folder: Path, case: str) -> None:
     name, steps, mesh, *rest = case.split(":")
     rank = int(os.environ["RANK"])
@@ -55,7 +74,8 @@ def train(folder: Path, case: str) -> None:
         options = msc.Checkpoint(folder / name, every=EVERY, keep=2, when_busy="wait")
     lines: list[str] = []
     run = folder / f"{name}.{mesh}.run"
-    with msc.Trainer(program, Rows(), log=lines.append, checkpoint=options, run=run) as trainer:
+    data = Stateful() if mesh.startswith("zero") else Rows()
+    with msc.Trainer(program, data, log=lines.append, checkpoint=options, run=run) as trainer:
         first = trainer.step
         if rest:
             trainer.fit(int(steps) - 1 - first)

@@ -31,18 +31,24 @@ class Checkpoint:
     when_busy: Literal["skip", "wait"] = "skip"
 
     def __post_init__(self) -> None:
-        if not str(self.url):
-            raise InputError("url is empty; it is the folder, or URL, that checkpoints go to.")
+        if not isinstance(self.url, (str, Path)) or not str(self.url):
+            raise InputError(
+                f"url is {self.url!r}; it is the folder, or URL, that checkpoints go to."
+            )
         if isinstance(self.every, timedelta):
             good = self.every > timedelta(0)
         else:
-            good = isinstance(self.every, int) and self.every is not True and self.every > 0
+            good = _is_count(self.every)
         if not good:
             raise InputError(
                 f"every is {self.every!r}; it is a number of steps, or a datetime.timedelta, above "
                 "zero."
             )
-        if self.keep is not None and (not isinstance(self.keep, int) or self.keep < 1):
+        if self.keep is not None and not _is_count(self.keep):
             raise InputError(f"keep is {self.keep!r}; it is at least 1, or None to keep all.")
         if self.when_busy not in ("skip", "wait"):
             raise InputError(f'when_busy is {self.when_busy!r}; it is "skip" or "wait".')
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import msc
 from msc import cli
-from msc.checkpointing import state_tensors
+from msc.checkpoint.program_state import state_tensors
 from msc.program import Program
 from msc.runtime.checkpoint.catalog import checkpoints, read_commit
 from msc.runtime.checkpoint.storage import LocalStorage

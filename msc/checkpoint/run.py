@@ -7,7 +7,7 @@ import json
 import queue
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,64 +16,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from msc.batches import Batches
-from msc.checkpoint_options import Checkpoint
+from msc.checkpoint.candidates import Candidates
+from msc.checkpoint.files import HISTORY, PLAN
+from msc.checkpoint.options import Checkpoint
+from msc.checkpoint.program_state import state_tensors
 from msc.ir.errors import UserError
 from msc.ir.mesh import Mesh
 from msc.program import Program
 from msc.ranks import Job
-from msc.runtime.checkpoint import catalog
 from msc.runtime.checkpoint.arena import Arena
 from msc.runtime.checkpoint.dcp import METADATA, dcp_metadata
 from msc.runtime.checkpoint.image import Image
 from msc.runtime.checkpoint.loading import Broadcast, Loader, LoadReport
 from msc.runtime.checkpoint.manifest import (
     Commit,
-    DamagedError,
     commit_from_bytes,
-    commit_to_bytes,
     part_from_bytes,
     part_name,
     tensor_to_data,
 )
 from msc.runtime.checkpoint.reading import ReadPlan
 from msc.runtime.checkpoint.snapshot import Snapshots
-from msc.runtime.checkpoint.states import StateTensor, StateTensors, written_by
-from msc.runtime.checkpoint.storage import Storage, open_storage
+from msc.runtime.checkpoint.states import StateTensor, written_by
+from msc.runtime.checkpoint.storage import open_storage
 from msc.runtime.checkpoint.writer_process import WriterProcess
 from msc.runtime.state import RankState
 
-HISTORY = "history.json"
-PLAN = "plan.json"
 _GRACE_S = 1.0  # for a process that has nothing to write to end, after an error
-
-
-def state_tensors(program: Program) -> StateTensors:
-    """What a run of `program` keeps from step to step, and how its mesh holds it."""
-    found = []
-    for name, layout in program.parameters.items():
-        if layout.stages:
-            dtype = program.dtype_of(layout)
-            found.append(
-                StateTensor(f"model.{name}", "parameter", name, dtype, layout.shape, layout)
-            )
-    for state, names in program.optimizer_states().items():
-        for name in names:
-            layout = program.parameters[name]
-            held = f"{state}.{name}"
-            dtype = program.dtype_of(layout)
-            if layout.stages:
-                found.append(
-                    StateTensor(f"optimizer.{held}", "optimizer", held, dtype, layout.shape, layout)
-                )
-    for name, buffer in program.buffers.items():
-        if buffer.stage is not None:
-            writer = buffer.writer(program.mesh)
-            found.append(
-                StateTensor(
-                    f"buffer.{name}", "buffer", name, buffer.dtype, buffer.shape, None, writer
-                )
-            )
-    return StateTensors(program.mesh, tuple(found))
 
 
 @dataclass
@@ -127,9 +96,11 @@ class RunCheckpoints:
         Collective. Raises `UserError` if none of the complete ones is intact, or the newest is of
         another model, seed or data.
         """
-        chooser = _Chooser(self._storage, self._tell) if self._job.rank == 0 else None
+        candidates = Candidates(self._storage, self._tell) if self._job.rank == 0 else None
         while True:
-            offer = json.loads(self._share(chooser.offer() if chooser is not None else b"", 0))
+            offer = json.loads(
+                self._share(candidates.offer() if candidates is not None else b"", 0)
+            )
             if "error" in offer:
                 raise UserError(offer["error"])
             if not offer:
@@ -137,8 +108,8 @@ class RunCheckpoints:
             history = self._load(offer, state)
             if history is not None:
                 return history
-            if chooser is not None:
-                chooser.refuse(self.report.damage)
+            if candidates is not None:
+                candidates.refuse(self.report.damage)
 
     def _load(self, offer: Mapping[str, Any], state: RankState) -> History | None:
         commit = commit_from_bytes(offer["commit"].encode())
@@ -247,11 +218,6 @@ class RunCheckpoints:
         """Parameters and moments are about to be written: the copy of them must be done."""
         self._snapshots.settle()
 
-    @property
-    def stalled_s(self) -> float:
-        """How long the last save has stopped the training loop."""
-        return self._snapshots.stalled_s
-
     def after_step(self, state: RankState, history: History) -> None:
         """Save if it is time to; on every rank alike."""
         if self._is_due(state.step):
@@ -319,57 +285,3 @@ class RunCheckpoints:
 
     def _tell(self, text: str) -> None:
         self.messages.put(text)
-
-
-class _Chooser:
-    """Rank 0: offers the complete checkpoints, newest first, until one is taken."""
-
-    def __init__(self, storage: Storage, tell: Any) -> None:
-        self._storage = storage
-        self._tell = tell
-        self._refused: list[str] = []
-        self._offers = self._found()
-        self._now = ""
-
-    def offer(self) -> bytes:
-        """The next one's records; `{}` if there is none, an "error" if all were refused."""
-        try:
-            return json.dumps(next(self._offers, {})).encode()
-        except OSError as error:
-            return json.dumps({"error": f"{self._storage} cannot be read: {error}"}).encode()
-
-    def refuse(self, why: str) -> None:
-        """The checkpoint offered last is damaged."""
-        self._refused.append(f"  {self._now}: {why}")
-        self._tell(f"checkpoint {self._now} is damaged and not used: {why}")
-
-    def _found(self) -> Iterator[dict[str, Any]]:
-        for found in catalog.checkpoints(self._storage):
-            self._now = found.folder
-            if not found.complete:
-                self._tell(f"checkpoint {found.folder} is incomplete and not used")
-                continue
-            history = "{}"
-            try:
-                commit = catalog.read_commit(self._storage, found.folder)
-                for name, expected in commit.files.items():
-                    raw = catalog.read_file(self._storage, found.folder, name, expected)
-                    if name == HISTORY:
-                        history = raw.decode()
-                parts = list(catalog.raw_parts(self._storage, found.folder, commit))
-            except DamagedError as error:
-                self.refuse(str(error))
-                continue
-            yield {
-                "folder": found.folder,
-                "commit": commit_to_bytes(commit).decode(),
-                "parts": [part.decode() for part in parts],
-                "history": history,
-            }
-        if self._refused:
-            yield {
-                "error": f"No checkpoint in {self._storage} is intact:\n"
-                + "\n".join(self._refused)
-                + "\nTraining does not start over by itself. Bring one of them back from a copy, "
-                "or save into another folder."
-            }

@@ -1,0 +1,27 @@
+"""The folder of a run says what its ranks did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import msc
+from msc.run_folder import diagnose
+from msc.runtime.diagnosis.ring import read_ring
+from tests.checkpoint.runs import trainer
+
+
+def test_a_run_notes_what_it_does(tmp_path: Path) -> None:
+    with trainer(None, run=tmp_path / "run") as run:
+        run.fit(1)
+        (tmp_path / "run" / "rank-00000.ring").read_bytes()
+        verdict, text = diagnose(tmp_path / "run")
+        assert (verdict.causes, text.splitlines()[0]) == ((), "No rank waits for another.")
+        with pytest.raises(msc.InputError, match="ended at step"):
+            with trainer(None, run=tmp_path / "short", data=[]) as short:
+                short.fit(1)
+    assert read_ring(tmp_path / "run" / "rank-00000.ring").phase == "ended"
+    assert read_ring(tmp_path / "short" / "rank-00000.ring").phase == "failed"
+    with pytest.raises(msc.UserError, match="is no folder of a run"):
+        diagnose(tmp_path)
