@@ -4,7 +4,8 @@
 
 A case is `NAME:STEPS:MESH`: train the program in FOLDER/MESH to STEPS steps, with checkpoints in
 FOLDER/NAME, or without any where NAME is "plain". Where MESH begins with "zero" the data is an
-iterable that keeps its own position, else rows that are asked for by step. Rank 0's findings go to FOLDER/NAME.MESH.pt.
+iterable that keeps its own position, else rows that are asked for by step. Rank 0's findings go
+to FOLDER/NAME.MESH.pt.
 `NAME:STEPS:MESH:kill=N` kills rank N, or all ranks ("all"), when step STEPS has ended; the step
 before it was saved.
 """
