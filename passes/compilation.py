@@ -43,7 +43,7 @@ class Settings:
     optimizers: of the parameters that are in a group, its hyperparameters; zero: what is split over
     dp: 1 optimizer state, 2 gradients too, 3 parameters too; shard_group: among so many neighbours;
     fuse_collectives: whether collectives become one op with their GEMMs, "auto": where that pays on
-    a cluster.
+    a cluster; in_flight: so many gathers, and so many reductions, of a group may be on their way.
     """
 
     mesh: Mesh
@@ -55,6 +55,7 @@ class Settings:
     master: torch.dtype | None = None  # of parameters, where the chunks compute in a lower one
     cost: CostModel = field(default_factory=CostModel)
     bucket_bytes: int = 25 * 2**20
+    in_flight: int = 4
     zero: int = 0
     shard_group: int | None = None  # None: all of dp
     memory: float | None = None

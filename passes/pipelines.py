@@ -17,6 +17,7 @@ from msc.passes.differentiate import Differentiated, differentiate
 from msc.passes.fuse_bias import FuseBias
 from msc.passes.fuse_collectives.apply import FuseCollectives
 from msc.passes.fuse_sums import FuseSums
+from msc.passes.limit_in_flight import LimitInFlight
 from msc.passes.merge_branches import MergeBranches
 from msc.passes.normalize import NORMALIZE
 from msc.passes.overlap import Overlap
@@ -128,7 +129,8 @@ class CheckCommunication(UnitPass):
 _RANK_GRAPHS = (
     BuildRankGraphs(),
     GatherLate(),
-    ReduceEarly(),  # before the proof, which speaks of the order that runs
+    ReduceEarly(),
+    LimitInFlight(),  # last: where all of a step's collectives start and end is known
 )
 
 _FINISH = (
@@ -158,6 +160,6 @@ TRAIN = Pipeline(
         ChooseSchedule(),  # costs count the backward as it is, with what runs again
         KeepBudget(_FINISH),  # the schedule says which blocks and how much is in flight on a stage
         *_FINISH,
-        CheckCommunication(),
+        CheckCommunication(),  # of the order that runs
     ]
 )
