@@ -53,6 +53,7 @@ class Case:
     expected: the results in float64, computed by other ops; exact: results must equal bit for bit.
     rival: torch's op for the same work; None where torch has none. work: FLOPs, or bytes moved.
     parts: the two things that `run` does at once, one by one: how much of the shorter is hidden.
+    note: what else is to be said of it, found after it was timed.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     dtype: torch.dtype
     exact: bool = False
     parts: tuple[Callable[[], Any], Callable[[], Any]] | None = None
+    note: Callable[[], str] | None = None
 
 
 class Make:

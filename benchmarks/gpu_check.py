@@ -1,4 +1,4 @@
-"""Check every opaque op and every Triton kernel on a CUDA device against float64, and time them.
+"""Check every opaque op, every Triton kernel and whole steps on a CUDA device, and time them.
 
     python -m benchmarks.gpu_check               one CUDA device, torch 2.11 or newer, a few minutes
     python -m benchmarks.gpu_check --cpu         tiny sizes on the CPU: tests this script
@@ -36,6 +36,7 @@ from rich.table import Table
 from benchmarks.gpu_cases import FAMILIES as OP_FAMILIES
 from benchmarks.gpu_cases import LARGE, TINY, Case, Make, Sizes
 from benchmarks.gpu_kernels import attention_kernel_cases, product_kernel_cases
+from benchmarks.gpu_programs import program_cases
 from benchmarks.gpu_ranks import pcie_cases, scatter_rank_cases
 from benchmarks.gpu_row_kernels import optimizer_kernel_cases, row_kernel_cases
 
@@ -44,13 +45,14 @@ FAMILIES = (
     attention_kernel_cases,
     row_kernel_cases,
     optimizer_kernel_cases,
+    program_cases,
     *OP_FAMILIES,
     pcie_cases,
     scatter_rank_cases,
 )
 FAMILY_SECONDS = 120
 RESULTS = Path(__file__).parent / "results"
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-10}
 """Largest error over the largest value: a few roundings of the dtype's results."""
 
 
@@ -135,6 +137,8 @@ def check(case: Case, device: str, repeats: int) -> Row:
             first, second = (milliseconds(part, device, repeats) for part in case.parts)
             hidden = (first + second - row.milliseconds) / min(first, second)
             row.message = f"{first:.2f} ms beside {second:.2f} ms, {hidden:.0%} hidden"
+        if case.note is not None:
+            row.message = case.note()
     except Exception as error:  # one op that fails must not hide the others; it fails the run
         row.status = "failed"
         row.message = f"{type(error).__name__}: {error}"
