@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from msc.capture.captured import has_values
+from msc.codegen.kernel_calls.choice import choose
 from msc.cost import Cluster
 from msc.ir.dump import Dump
 from msc.ir.errors import InputError, UserError
@@ -331,7 +332,8 @@ class Program:
 
     @cached_property
     def _virtual(self) -> VirtualExecutor:
-        return VirtualExecutor(self.mesh, self.rank_graph)
+        choice = choose(torch.device("cpu"), self.rank_graphs)
+        return VirtualExecutor(self.mesh, self.rank_graph, choice=choice)
 
     def run_virtual(
         self, batch: Any, state: list[RankState] | None = None, seed: int = 0

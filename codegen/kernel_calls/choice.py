@@ -1,0 +1,171 @@
+"""Which calls of a program run in kernels, and why: from shapes, dtypes and the target alone.
+
+Every op that has kernels is looked at, whether it gets one or not; ops without kernels (views,
+pointwise ops, embeddings) are none of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from msc.codegen.fast_calls import FAST_CALLS
+from msc.codegen.kernel_calls.call import KernelCall, Plan
+from msc.codegen.kernel_calls.device import Kernels, kernels_on
+from msc.codegen.kernel_calls.linear import linear, linear_dgrad, linear_wgrad
+from msc.codegen.kernels.description import Kernel
+from msc.codegen.names import op_name
+from msc.ir.communication import graphs_below
+from msc.ir.errors import PlanError
+from msc.ir.ops.library import KERNELS
+from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+
+MAKERS: dict[Any, Callable[..., Plan]] = {
+    LINEAR: linear,
+    LINEAR_DGRAD: linear_dgrad,
+    LINEAR_WGRAD: linear_wgrad,
+}
+"""How an op is computed: `maker(target, *args, **kwargs)`, or `PlanError` with the reason."""
+
+LIBRARY: dict[Any, str] = dict.fromkeys(
+    (LINEAR, LINEAR_DGRAD, LINEAR_WGRAD),
+    "cuBLAS has the bias and the sum in its own call, and no kernel has been seen to beat it",
+)
+"""Ops that CUDA's own library computes as well, with the reason why it is preferred."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of equal calls of an op: of the same shapes and dtypes.
+
+    where: the first one's module path. kernels: names; none where ATen computes it.
+    """
+
+    op: str
+    where: str
+    calls: int
+    kernels: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        by = f"Triton ({', '.join(self.kernels)})" if self.kernels else "ATen"
+        times = f"{self.calls} call{'' if self.calls == 1 else 's'}"
+        return f"{self.op}, {self.where}, {times}: {by}: {self.reason}"
+
+
+class _Entry:
+    def __init__(self, op: str, where: str, call: KernelCall | None, reason: str) -> None:
+        self.op = op
+        self.where = where
+        self.call = call
+        self.reason = reason
+        self.nodes: dict[fx.Node, None] = {}
+
+
+class KernelChoice:
+    """The choice for each call of the graphs that are looked at, and the kernels it takes."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self._entries: dict[Any, _Entry] = {}
+
+    def of(self, node: fx.Node) -> KernelCall | None:
+        """What computes a call; None where it is ATen's."""
+        entry = self._entry(node)
+        return None if entry is None else entry.call
+
+    def look_at(self, graphs: Iterable[fx.GraphModule]) -> KernelChoice:
+        """Choose for every call of some rank graphs, and of the graphs that they call."""
+        for rank_graph in graphs:
+            for gm in graphs_below(rank_graph):
+                for node in gm.graph.nodes:
+                    self.of(node)
+        return self
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """All of them, in the order in which they were made."""
+        return [
+            Decision(
+                entry.op,
+                entry.where,
+                len(entry.nodes),
+                () if used is None else tuple(kernel.name for kernel in used.kernels),
+                entry.reason if entry.call is None else entry.call.failure or entry.reason,
+            )
+            for entry in self._entries.values()
+            for used in [None if entry.call is None or entry.call.failure else entry.call]
+        ]
+
+    @property
+    def sources(self) -> list[Kernel]:
+        """The distinct kernels, by name and text."""
+        found: dict[str, Kernel] = {}
+        for entry in self._entries.values():
+            for kernel in entry.call.kernels if entry.call is not None else ():
+                found.setdefault(kernel.source, kernel)
+        return sorted(found.values(), key=lambda kernel: (kernel.name, kernel.source))
+
+    def _entry(self, node: fx.Node) -> _Entry | None:
+        maker = MAKERS.get(node.target) if node.op == "call_function" else None
+        if maker is None or self.kernels.target is None:
+            return None
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+        key = (node.target, _described((args, kwargs)))
+        if key not in self._entries:
+            self._entries[key] = self._made(node, maker, args, kwargs)
+        entry = self._entries[key]
+        entry.nodes[node] = None
+        return entry
+
+    def _made(
+        self, node: fx.Node, maker: Callable[..., Plan], args: Any, kwargs: Mapping[str, Any]
+    ) -> _Entry:
+        target: Any = node.target
+        op = str(target).removesuffix(".default")
+        where = str(node.meta.get("module_path") or node.name)
+        preferred = "" if self.kernels.everywhere else LIBRARY.get(target, "")
+        if preferred:
+            return _Entry(op, where, None, preferred)
+        try:
+            plan = maker(self.kernels.target, *args, **kwargs)
+        except PlanError as error:
+            return _Entry(op, where, None, str(error))
+        function = KERNELS.get(target) or FAST_CALLS.get(target, target)
+        call = KernelCall(op_name(target), where, plan, function)
+        return _Entry(op, where, call, self.kernels.reason)
+
+
+def _described(value: Any) -> Any:
+    """A key in which tensors stand as shape and dtype."""
+    leaves, spec = pytree.tree_flatten(value)
+    return spec, tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+        for leaf in leaves
+    )
+
+
+def choose(device: torch.device, graphs: Iterable[fx.GraphModule]) -> KernelChoice:
+    """The choice for a device, with a warning where `MSC_TRITON` asks for what there is not."""
+    choice = KernelChoice(kernels_on(device)).look_at(graphs)
+    missing = _missing(choice)
+    if missing:
+        warnings.warn(missing, RuntimeWarning, stacklevel=2)
+    return choice
+
+
+def _missing(choice: KernelChoice) -> str:
+    if not choice.kernels.asked:
+        return ""
+    if choice.kernels.target is None:
+        return f"No Triton kernels are used: {choice.kernels.reason}."
+    lines = [f"  {each}" for each in choice.decisions if not each.kernels]
+    return (
+        "\n".join(["These calls have no Triton kernel and run in ATen:", *lines]) if lines else ""
+    )
