@@ -16,20 +16,36 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from msc.codegen.fast_calls import FAST_CALLS
+from msc.codegen.kernel_calls.attention import attention, attention_backward
 from msc.codegen.kernel_calls.call import KernelCall, Plan
+from msc.codegen.kernel_calls.cross_entropy import nll_terms, nll_terms_backward
 from msc.codegen.kernel_calls.device import Kernels, kernels_on
+from msc.codegen.kernel_calls.dropout import dropout
 from msc.codegen.kernel_calls.linear import linear, linear_dgrad, linear_wgrad
+from msc.codegen.kernel_calls.norm import layer_norm, layer_norm_backward
 from msc.codegen.kernels.description import Kernel
 from msc.codegen.names import op_name
 from msc.ir.communication import graphs_below
 from msc.ir.errors import PlanError
+from msc.ir.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from msc.ir.ops.library import KERNELS
 from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from msc.ir.ops.loss import NLL_TERMS, NLL_TERMS_BACKWARD
+from msc.ir.ops.random import DROPOUT
+
+aten = torch.ops.aten
 
 MAKERS: dict[Any, Callable[..., Plan]] = {
     LINEAR: linear,
     LINEAR_DGRAD: linear_dgrad,
     LINEAR_WGRAD: linear_wgrad,
+    ATTENTION: attention,
+    ATTENTION_BACKWARD: attention_backward,
+    aten.native_layer_norm.default: layer_norm,
+    aten.native_layer_norm_backward.default: layer_norm_backward,
+    NLL_TERMS: nll_terms,
+    NLL_TERMS_BACKWARD: nll_terms_backward,
+    DROPOUT: dropout,
 }
 """How an op is computed: `maker(target, *args, **kwargs)`, or `PlanError` with the reason."""
 

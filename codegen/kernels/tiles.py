@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msc.codegen.kernels.attention import Attention
 from msc.codegen.kernels.description import Target, Tiles, power_of_two
 from msc.codegen.kernels.dtypes import on_tensor_cores
 from msc.codegen.kernels.epilogue import Epilogue
@@ -86,3 +87,13 @@ def product_tiles(
 def fitting(length: int, most: int) -> int:
     """The power of two from 16 to `most` that holds `length`, or `most`."""
     return min(most, max(16, power_of_two(length)))
+
+
+def attention_tiles_for(attention: Attention) -> AttentionTiles:
+    """Tiles of attention's kernels, on any target."""
+    target = attention.target
+    if target.interpreted:
+        block = fitting(attention.length, 64)
+        tiles = Tiles(block, block, 0)
+        return AttentionTiles(tiles, tiles, tiles, tiles)
+    return attention_tiles(target, attention.heads > attention.groups)
