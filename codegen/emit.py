@@ -269,7 +269,7 @@ class _Function:
         if node.target in STARTS:
             return f"rt.{STARTS[node.target]}({self._arguments(node)}, {self._site(node)!r})"
         if node.target in actions.ACTIONS:
-            return f"rt.{self._action(node)}({self._arguments(node)})"
+            return f"rt.{self._action(node)}({self._arguments(node)}{self._kernel_of(node)})"
         if node.target is operator.getitem:
             return f"{self._render.value(node.args[0])}[{self._render.value(node.args[1])}]"
         if node in self._in_place:
@@ -293,6 +293,13 @@ class _Function:
         name: str = node.target.__name__  # type: ignore[union-attr]
         in_place = node.target is actions.accumulate and node.args[0] is not None
         return "accumulate_" if in_place and reuses_total(node) else name
+
+    def _kernel_of(self, action: fx.Node) -> str:
+        """The kernels that an action is to take, as its last argument."""
+        call = self._emitter.chosen(action)
+        if call is None:
+            return ""
+        return f", kernel={self._namespace.bind(op_name(call), call)}"
 
     def _constant(self, node: fx.Node) -> str:
         value: Any = self._module

@@ -26,12 +26,14 @@ class Plan:
 
     kernels: all of them. run: takes the op's operands and makes (launches, results); nothing has
     been launched when it returns. over: the same, but the first operand of the op's in-place form
-    (`msc.codegen.in_place`) comes first and holds the result.
+    (`msc.codegen.in_place`) comes first and holds the result. finish: makes the op's results of
+    those of `run`, when all kernels have been launched.
     """
 
     kernels: tuple[Kernel, ...]
     run: Callable[..., tuple[Launches, Any]]
     over: Callable[..., tuple[Launches, Any]] | None = None
+    finish: Callable[[Any], Any] | None = None
 
 
 class KernelCall:
@@ -52,17 +54,15 @@ class KernelCall:
         self._run = plan.run
         self._function = function
         self._over = plan.over
+        self._finish = plan.finish
         self._ready = False
         self.__name__ = f"{op.replace('.', '_')}_kernel"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.failure:
+        done, results = self._computed(self._run, args, kwargs)
+        if not done:
             return self._function(*args, **kwargs)
-        launches, results = self._run(*args, **kwargs)
-        if self._launched(launches):
-            return results
-        del launches, results
-        return self._function(*args, **kwargs)
+        return results if self._finish is None else self._finish(results)
 
     def overwriting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The form that writes over an operand, in place of `function`."""
@@ -71,31 +71,34 @@ class KernelCall:
             return function
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self.failure:
-                launches, results = over(*args, **kwargs)
-                if self._launched(launches):
-                    return results
-            return function(*args, **kwargs)
+            done, results = self._computed(over, args, kwargs)
+            return results if done else function(*args, **kwargs)
 
         run.__name__ = f"{self.__name__}_"
         return run
 
-    def _launched(self, launches: Launches) -> bool:
-        if _is_fake(launches):
-            return True
-        if not self._ready:
-            try:
+    def _computed(
+        self, run: Callable[..., tuple[Launches, Any]], args: Any, kwargs: Any
+    ) -> tuple[bool, Any]:
+        """Whether kernels did it, and what they gave."""
+        if self.failure:
+            return False, None
+        try:
+            launches, results = run(*args, **kwargs)
+            if _is_fake(launches):
+                return True, results
+            if not self._ready:
                 for kernel, values in launches:
                     prepare(kernel, values)
-            except KernelError as error:
-                self.failure = str(error)
-                _warn(self.op, self.where, self.failure)
-                return False
-            self._ready = True
+        except KernelError as error:
+            self.failure = str(error)
+            _warn(self.op, self.where, self.failure)
+            return False, None
+        self._ready = True
         with exact_bfloat16() if interpreting() else contextlib.nullcontext():
             for kernel, values in launches:
                 launch(kernel, values)
-        return True
+        return True, results
 
 
 def _is_fake(launches: Launches) -> bool:

@@ -23,8 +23,10 @@ from msc.codegen.kernel_calls.device import Kernels, kernels_on
 from msc.codegen.kernel_calls.dropout import dropout
 from msc.codegen.kernel_calls.linear import linear, linear_dgrad, linear_wgrad
 from msc.codegen.kernel_calls.norm import layer_norm, layer_norm_backward
+from msc.codegen.kernel_calls.optimizer import adam, lamb, lamb_sums
 from msc.codegen.kernels.description import Kernel
 from msc.codegen.names import op_name
+from msc.ir import actions
 from msc.ir.communication import graphs_below
 from msc.ir.errors import PlanError
 from msc.ir.ops.attention import ATTENTION, ATTENTION_BACKWARD
@@ -46,6 +48,9 @@ MAKERS: dict[Any, Callable[..., Plan]] = {
     NLL_TERMS: nll_terms,
     NLL_TERMS_BACKWARD: nll_terms_backward,
     DROPOUT: dropout,
+    actions.adam: adam,
+    actions.lamb_sums: lamb_sums,
+    actions.lamb: lamb,
 }
 """How an op is computed: `maker(target, *args, **kwargs)`, or `PlanError` with the reason."""
 
@@ -144,7 +149,7 @@ class KernelChoice:
         self, node: fx.Node, maker: Callable[..., Plan], args: Any, kwargs: Mapping[str, Any]
     ) -> _Entry:
         target: Any = node.target
-        op = str(target).removesuffix(".default")
+        op = target.__name__ if target in actions.ACTIONS else str(target).removesuffix(".default")
         where = str(node.meta.get("module_path") or node.name)
         preferred = "" if self.kernels.everywhere else LIBRARY.get(target, "")
         if preferred:
@@ -153,9 +158,16 @@ class KernelChoice:
             plan = maker(self.kernels.target, *args, **kwargs)
         except PlanError as error:
             return _Entry(op, where, None, str(error))
-        function = KERNELS.get(target) or FAST_CALLS.get(target, target)
+        if target in actions.ACTIONS:
+            function: Callable[..., Any] = _not_taken
+        else:
+            function = KERNELS.get(target) or FAST_CALLS.get(target, target)
         call = KernelCall(op_name(target), where, plan, function)
         return _Entry(op, where, call, self.kernels.reason)
+
+
+def _not_taken(*args: Any, **kwargs: Any) -> None:
+    """What an action's kernels return where they failed: the executor then takes the step."""
 
 
 def _described(value: Any) -> Any:

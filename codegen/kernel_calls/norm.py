@@ -1,7 +1,8 @@
 """LayerNorm, forward and backward: `aten.native_layer_norm` and its gradient.
 
-The statistics that the forward keeps are those of ATen's op: mean and 1 / std of each row, in the
-dtype that the graph says; what the backward of either kind reads may come from the other's forward.
+The statistics that the forward keeps are those of ATen's op, mean and 1 / std of each row, in the
+dtype that it has for them (on the CPU that of x, on CUDA float32 for half types): the backward of
+either kind may follow the forward of the other.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from msc.codegen.kernel_calls.call import Launches, Plan, dense, name_of
@@ -30,16 +32,18 @@ def layer_norm(
     """`native_layer_norm`: y, mean and rstd."""
     own = _norm(target, x, normalized_shape, weight, bias, eps)
     kernel = norm.emit_forward(own)
+    kept = getattr(torch, own.statistics)
 
     def run(
-        x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float
+        x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Launches, tuple[Tensor, Tensor, Tensor]]:
-        x = dense(x)
         y = x.new_empty(x.shape)
-        kept = (*x.shape[: x.dim() - len(shape)], *[1] * len(shape))
-        mean, rstd = (x.new_empty(kept) for _ in range(2))
-        values = {"x": x, "weight": dense(weight), "bias": dense(bias), "y": y}
-        return [(kernel, values | {"mean": mean, "rstd": rstd})], (y, mean, rstd)
+        leading = (*x.shape[: x.dim() - len(shape)], *[1] * len(shape))
+        mean, rstd = (x.new_empty(leading, dtype=kept) for _ in range(2))
+        values = {"x": dense(x), "weight": dense(weight), "y": y, "mean": mean, "rstd": rstd}
+        if bias is not None:
+            values["bias"] = dense(bias)
+        return [(kernel, values)], (y, mean, rstd)
 
     return Plan((kernel,), run)
 
@@ -63,6 +67,8 @@ def layer_norm_backward(
     partial = () if own.sums_in_backward else (norm.emit_weight_gradient(own),)
     total = column_sums.emit(own.programs, own.width, own.dtype, target)
 
+    kept = getattr(torch, own.statistics)
+
     def run(
         gy: Tensor,
         x: Tensor,
@@ -70,23 +76,22 @@ def layer_norm_backward(
         mean: Tensor,
         rstd: Tensor,
         weight: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         wanted: Sequence[bool],
     ) -> tuple[Launches, tuple[Tensor | None, ...]]:
-        known: dict[str, Any] = {"gy": dense(gy), "x": dense(x)}
-        known |= {"mean": dense(mean), "rstd": dense(rstd)}
+        known = {"gy": dense(gy), "x": dense(x)}
+        known |= {"mean": dense(mean.to(kept)), "rstd": dense(rstd.to(kept))}
         dx = x.new_empty(x.shape)
-        sums = {
-            name: x.new_empty((own.programs, own.width), dtype=mean.dtype)
-            for name in ("dw_parts", "db_parts")
-        }
+        dw = x.new_empty(weight.shape)
+        db = None if bias is None else x.new_empty(weight.shape)
+        parts = {"dw_parts": dw} | ({} if db is None else {"db_parts": db})
+        size = (own.programs, own.width)
+        sums = {name: x.new_empty(size, dtype=torch.float32) for name in parts}
         launches: list[tuple[Kernel, dict[str, Any]]] = []
         inside = {} if partial else sums
         launches.append((backward, known | {"weight": dense(weight), "dx": dx} | inside))
         launches += [(kernel, known | sums) for kernel in partial]
-        dw, db = (x.new_empty(weight.shape) for _ in range(2))
-        for parts, result in zip(sums.values(), (dw, db), strict=True):
-            launches.append((total, {"parts": parts, "total": result}))
+        launches += [(total, {"parts": sums[name], "total": parts[name]}) for name in parts]
         results = zip((dx, dw, db), wanted, strict=True)
         return launches, tuple(value if want else None for value, want in results)
 
@@ -101,12 +106,17 @@ def _norm(
     bias: Tensor | None,
     eps: float,
 ) -> Norm:
-    if weight is None or bias is None:
-        raise PlanError("norm: the kernel has a weight and a bias, and this LayerNorm lacks one")
-    found = {name_of(value.dtype) for value in (x, weight, bias)}
+    if weight is None:
+        raise PlanError("norm: the kernel scales by a weight, and this LayerNorm has none")
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    found = {name_of(value.dtype) for value in operands}
     if len(found) > 1:
         raise PlanError(f"norm: kernels take one dtype, not {' and '.join(sorted(found))}")
     width = math.prod(normalized_shape)
     if not x.numel():
         raise PlanError("norm: there are no rows")
-    return Norm("layer", x.numel() // width, width, name_of(x.dtype), target, eps)
+    dtype = name_of(x.dtype)
+    statistics = dtype if target.interpreted else "float32"
+    shift = bias is not None
+    rows = x.numel() // width
+    return Norm("layer", rows, width, dtype, target, eps, shift=shift, statistics=statistics)
