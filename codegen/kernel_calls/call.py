@@ -122,14 +122,17 @@ def _warn(op: str, where: str, failure: str) -> None:
 
 
 def dense(value: Tensor) -> Tensor:
-    """`value` as kernels read it: contiguous, at an address of a multiple of 16 bytes.
+    """`value` as kernels read it, a copy where it is not."""
+    return value if is_dense(value) else value.clone(memory_format=torch.contiguous_format)
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether it is contiguous, at an address of a multiple of 16 bytes.
 
     Such an address is what tensor descriptors need and vector loads want.
     """
-    value = value.contiguous()
-    if isinstance(value, FakeTensor) or value.data_ptr() % 16 == 0:
-        return value
-    return value.clone()
+    aligned = isinstance(value, FakeTensor) or value.data_ptr() % 16 == 0
+    return aligned and value.is_contiguous()
 
 
 def rows(value: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ LIBRARY: dict[Any, str] = dict.fromkeys(
 class Decision:
     """What became of equal calls of an op: of the same shapes and dtypes.
 
-    where: the first one's module path. kernels: names; none where ATen computes it.
+    where: the first one's module path. calls: in the distinct graphs. kernels: names; none where
+    ATen computes it.
     """
 
     op: str
@@ -75,9 +76,9 @@ class Decision:
     reason: str
 
     def __str__(self) -> str:
-        by = f"Triton ({', '.join(self.kernels)})" if self.kernels else "ATen"
-        times = f"{self.calls} call{'' if self.calls == 1 else 's'}"
-        return f"{self.op}, {self.where}, {times}: {by}: {self.reason}"
+        by = f"Triton, {', '.join(self.kernels)}" if self.kernels else "ATen"
+        more = f" and {self.calls - 1} more" if self.calls > 1 else ""
+        return f"{self.op} in {self.where}{more}: {by}: {self.reason}"
 
 
 class _Entry:
@@ -125,8 +126,15 @@ class KernelChoice:
         ]
 
     @property
+    def lines(self) -> tuple[str, ...]:
+        """All decisions as text, or why there is nothing to decide."""
+        if self.kernels.target is None:
+            return (f"ATen computes every op: {self.kernels.reason}",)
+        return tuple(map(str, self.decisions))
+
+    @property
     def sources(self) -> list[Kernel]:
-        """The distinct kernels, by name and text."""
+        """The distinct kernels, by name and text: what is loaded to run."""
         found: dict[str, Kernel] = {}
         for entry in self._entries.values():
             for kernel in entry.call.kernels if entry.call is not None else ():

@@ -56,12 +56,13 @@ def kernels_on(device: torch.device) -> Kernels:
     return _on_cuda(device, wish == ALL)
 
 
-def named_target(name: str) -> Target:
-    """The target of that name; `UserError` for another."""
+def kernels_for(name: str) -> Kernels:
+    """What a device would give that need not be here, as "sm_90"; `UserError` for another name."""
     known = {target.name: target for target in (*TARGETS, INTERPRETER)}
     if name not in known:
         raise UserError(f"There is no target {name!r}; kernels are made for {', '.join(known)}.")
-    return known[name]
+    target = known[name]
+    return Kernels(target, f"made for {name}", target.interpreted or TRITON.text == ALL)
 
 
 def _interpreter(device: torch.device) -> Kernels:

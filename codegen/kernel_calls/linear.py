@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from msc.codegen.kernel_calls.call import Launches, Plan, dense, name_of, rows
+from msc.codegen.kernel_calls.call import Launches, Plan, dense, is_dense, name_of, rows
 from msc.codegen.kernels import gemm
 from msc.codegen.kernels.description import Kernel, Target
 from msc.codegen.kernels.epilogue import Epilogue
@@ -64,7 +64,7 @@ def linear_dgrad(
     def over(
         total: Tensor, gy: Tensor, w: Tensor, transposed: bool = False
     ) -> tuple[Launches, Tensor]:
-        if dense(total) is not total:
+        if not is_dense(total):
             return run(gy, w, transposed, total)
         # a program reads a tile of the sum before it writes it, and no other program does
         flat = total.view(-1, k)

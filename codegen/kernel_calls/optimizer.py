@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msc.codegen.kernel_calls.call import Launches, Plan, dense, name_of
+from msc.codegen.kernel_calls.call import Launches, Plan, dense, is_dense, name_of
 from msc.codegen.kernels import optimizer as kernels
 from msc.codegen.kernels.description import Kernel, Target
 from msc.codegen.kernels.launch import KernelError
 from msc.codegen.kernels.optimizer import PIECE, Moments
 from msc.ir.errors import PlanError
+from msc.ir.torch_private import FakeTensor
 
 Tensors = Sequence[Tensor]
 States = Sequence[Tensors]
@@ -104,10 +105,10 @@ def lamb_sums(
         first, second = states
         given = [dense(gradient) for gradient in gradients]
         values = table.of(parameters=parameters, gradients=given, firsts=first, seconds=second)
-        squares = torch.empty((len(table.tensors), 2), dtype=torch.float32, device=device)
+        squares = torch.empty((table.pieces, 2), dtype=torch.float32, device=device)
         values["scalars"] = _scalars(device, step, 0.0, moments.betas, scale, skip)
         norms = torch.empty((2, len(parameters)), dtype=torch.float64, device=device)
-        sums = {"squares": squares, "ends": table.ends.to(device), "norms": norms}
+        sums = {"squares": squares, "ends": table.on(parameters[0]).ends, "norms": norms}
         return [(moving, values | {"squares": squares}), (norming, sums)], (norms, states)
 
     def finish(results: Any) -> Any:
@@ -159,11 +160,12 @@ def lamb(
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Which piece of which tensor each program has; on one device."""
+    """Which piece of which tensor each program has, and where each tensor's pieces end."""
 
     lengths: Tensor
     tensors: Tensor
     starts: Tensor
+    ends: Tensor
 
 
 class _Table:
@@ -171,34 +173,42 @@ class _Table:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         counts = [-(-length // PIECE) for length in lengths]
-        self.tensors = [index for index, count in enumerate(counts) for _ in range(count)]
-        self.ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-        self._lengths = list(lengths)
-        self._starts = [PIECE * piece for count in counts for piece in range(count)]
-        self._pieces: dict[torch.device, _Pieces] = {}
+        self.pieces = sum(counts)
+        self._columns = (
+            (list(lengths), torch.int64),
+            ([index for index, count in enumerate(counts) for _ in range(count)], torch.int32),
+            ([PIECE * piece for count in counts for piece in range(count)], torch.int64),
+            ([sum(counts[:index]) for index in range(len(counts) + 1)], torch.int32),
+        )
+        self._known: dict[torch.device, _Pieces] = {}
+
+    def on(self, like: Tensor) -> _Pieces:
+        """The tables on the device of a tensor, made once."""
+        device = like.device
+        if device in self._known:
+            return self._known[device]
+        made = (torch.tensor(each, dtype=dtype, device=device) for each, dtype in self._columns)
+        pieces = _Pieces(*made)
+        if not isinstance(pieces.ends, FakeTensor):
+            self._known[device] = pieces
+        return pieces
 
     def of(self, **tensors: Tensors) -> dict[str, Any]:
         """The arguments that say where everything lies; `KernelError` for what has gaps."""
-        device = next(iter(tensors.values()))[0].device
-        if device not in self._pieces:
-            self._pieces[device] = _Pieces(
-                torch.tensor(self._lengths, dtype=torch.int64, device=device),
-                torch.tensor(self.tensors, dtype=torch.int32, device=device),
-                torch.tensor(self._starts, dtype=torch.int64, device=device),
-            )
-        pieces = self._pieces[device]
+        pieces = self.on(next(iter(tensors.values()))[0])
         known = {"lengths": pieces.lengths, "tensors": pieces.tensors, "starts": pieces.starts}
         return known | {name: _addresses(name, each) for name, each in tensors.items()}
 
 
 def _addresses(name: str, tensors: Tensors) -> Tensor:
     for tensor in tensors:
-        if dense(tensor) is not tensor:
+        if not is_dense(tensor):
             raise KernelError(
                 f"of the {name} one is not contiguous at a multiple of 16 bytes, of shape "
                 f"{tuple(tensor.shape)}, and the step is taken in place"
             )
-    found = [tensor.data_ptr() for tensor in tensors]
+    predicted = isinstance(tensors[0], FakeTensor)
+    found = [0 if predicted else tensor.data_ptr() for tensor in tensors]
     return torch.tensor(found, dtype=torch.int64, device=tensors[0].device)
 
 
@@ -220,7 +230,7 @@ def _moments(
     if any(len(found) > 1 for found in dtypes):
         raise PlanError("optimizer: kernels take parameters, and gradients, of one dtype each")
     ((dtype,), (gradient_dtype,)) = dtypes
-    count, pieces = len(parameters), len(table.tensors)
+    count, pieces = len(parameters), table.pieces
     if not pieces:
         raise PlanError("optimizer: all parameters are empty")
     own = (betas, eps, weight_decay, decoupled)
