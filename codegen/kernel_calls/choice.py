@@ -37,28 +37,45 @@ from msc.ir.ops.random import DROPOUT
 
 aten = torch.ops.aten
 
-MAKERS: dict[Any, Callable[..., Plan]] = {
-    LINEAR: linear,
-    LINEAR_DGRAD: linear_dgrad,
-    LINEAR_WGRAD: linear_wgrad,
-    ATTENTION: attention,
-    ATTENTION_BACKWARD: attention_backward,
-    aten.native_layer_norm.default: layer_norm,
-    aten.native_layer_norm_backward.default: layer_norm_backward,
-    NLL_TERMS: nll_terms,
-    NLL_TERMS_BACKWARD: nll_terms_backward,
-    DROPOUT: dropout,
-    actions.adam: adam,
-    actions.lamb_sums: lamb_sums,
-    actions.lamb: lamb,
-}
-"""How an op is computed: `maker(target, *args, **kwargs)`, or `PlanError` with the reason."""
 
-LIBRARY: dict[Any, str] = dict.fromkeys(
-    (LINEAR, LINEAR_DGRAD, LINEAR_WGRAD),
-    "cuBLAS has the bias and the sum in its own call, and no kernel has been seen to beat it",
+@dataclass(frozen=True)
+class OpKernels:
+    """An op that has kernels.
+
+    maker: `maker(target, *args, **kwargs)` says how they compute a call, or raises `PlanError` with
+    the reason why not. why: what they are better at. library: why the library of CUDA is preferred
+    to them, where it is.
+    """
+
+    maker: Callable[..., Plan]
+    why: str
+    library: str = ""
+
+
+_PRODUCT = (
+    "bias and sum in the product's own pass",
+    "cuBLAS adds bias and sum in its own call, and no kernel has been seen to beat it",
 )
-"""Ops that CUDA's own library computes as well, with the reason why it is preferred."""
+_ATTENTION = "the scores are never in memory"
+_NORM = "statistics and result in one pass over the rows"
+_LOSS = "no exponentials in memory"
+_STEP = "all tensors in one launch; gradients are scaled and cast as they are read"
+
+OPS: dict[Any, OpKernels] = {
+    LINEAR: OpKernels(linear, *_PRODUCT),
+    LINEAR_DGRAD: OpKernels(linear_dgrad, *_PRODUCT),
+    LINEAR_WGRAD: OpKernels(linear_wgrad, *_PRODUCT),
+    ATTENTION: OpKernels(attention, _ATTENTION),
+    ATTENTION_BACKWARD: OpKernels(attention_backward, _ATTENTION),
+    aten.native_layer_norm.default: OpKernels(layer_norm, _NORM),
+    aten.native_layer_norm_backward.default: OpKernels(layer_norm_backward, _NORM),
+    NLL_TERMS: OpKernels(nll_terms, _LOSS),
+    NLL_TERMS_BACKWARD: OpKernels(nll_terms_backward, _LOSS),
+    DROPOUT: OpKernels(dropout, "the bits of an element are made where it is read"),
+    actions.adam: OpKernels(adam, _STEP),
+    actions.lamb_sums: OpKernels(lamb_sums, _STEP),
+    actions.lamb: OpKernels(lamb, _STEP),
+}
 
 
 @dataclass(frozen=True)
@@ -130,7 +147,8 @@ class KernelChoice:
         """All decisions as text, or why there is nothing to decide."""
         if self.kernels.target is None:
             return (f"ATen computes every op: {self.kernels.reason}",)
-        return tuple(map(str, self.decisions))
+        place = f"Triton kernels on {self.kernels.target.name}: {self.kernels.reason}"
+        return (place, *map(str, self.decisions))
 
     @property
     def sources(self) -> list[Kernel]:
@@ -142,36 +160,31 @@ class KernelChoice:
         return sorted(found.values(), key=lambda kernel: (kernel.name, kernel.source))
 
     def _entry(self, node: fx.Node) -> _Entry | None:
-        maker = MAKERS.get(node.target) if node.op == "call_function" else None
-        if maker is None or self.kernels.target is None:
+        op = OPS.get(node.target) if node.op == "call_function" else None
+        if op is None or self.kernels.target is None:
             return None
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
         key = (node.target, _described((args, kwargs)))
         if key not in self._entries:
-            self._entries[key] = self._made(node, maker, args, kwargs)
+            self._entries[key] = self._made(node, op, args, kwargs)
         entry = self._entries[key]
         entry.nodes[node] = None
         return entry
 
-    def _made(
-        self, node: fx.Node, maker: Callable[..., Plan], args: Any, kwargs: Mapping[str, Any]
-    ) -> _Entry:
+    def _made(self, node: fx.Node, op: OpKernels, args: Any, kwargs: Mapping[str, Any]) -> _Entry:
         target: Any = node.target
-        op = target.__name__ if target in actions.ACTIONS else str(target).removesuffix(".default")
+        acts = target in actions.ACTIONS
+        name = target.__name__ if acts else str(target).removesuffix(".default")
         where = str(node.meta.get("module_path") or node.name)
-        preferred = "" if self.kernels.everywhere else LIBRARY.get(target, "")
-        if preferred:
-            return _Entry(op, where, None, preferred)
+        if op.library and not self.kernels.everywhere:
+            return _Entry(name, where, None, op.library)
         try:
-            plan = maker(self.kernels.target, *args, **kwargs)
+            plan = op.maker(self.kernels.target, *args, **kwargs)
         except PlanError as error:
-            return _Entry(op, where, None, str(error))
-        if target in actions.ACTIONS:
-            function: Callable[..., Any] = _not_taken
-        else:
-            function = KERNELS.get(target) or FAST_CALLS.get(target, target)
-        call = KernelCall(op_name(target), where, plan, function)
-        return _Entry(op, where, call, self.kernels.reason)
+            return _Entry(name, where, None, str(error))
+        known: Any = KERNELS.get(target) or FAST_CALLS.get(target, target)
+        call = KernelCall(op_name(target), where, plan, _not_taken if acts else known)
+        return _Entry(name, where, call, op.why)
 
 
 def _not_taken(*args: Any, **kwargs: Any) -> None:

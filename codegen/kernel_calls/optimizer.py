@@ -223,8 +223,8 @@ def _moments(
     weight_decay: float,
     decoupled: bool,
 ) -> Moments:
-    kept = {name_of(value.dtype) for state in states for value in state}
-    if kept != {"float32"}:
+    kept = sorted({name_of(value.dtype) for state in states for value in state})
+    if kept != ["float32"]:
         raise PlanError(f"optimizer: kernels keep moments in float32, not {' and '.join(kept)}")
     dtypes = [{name_of(value.dtype) for value in each} for each in (parameters, gradients)]
     if any(len(found) > 1 for found in dtypes):
