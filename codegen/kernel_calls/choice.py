@@ -22,7 +22,12 @@ from msc.codegen.kernel_calls.cross_entropy import nll_terms, nll_terms_backward
 from msc.codegen.kernel_calls.device import Kernels, kernels_on
 from msc.codegen.kernel_calls.dropout import dropout
 from msc.codegen.kernel_calls.linear import linear, linear_dgrad, linear_wgrad
-from msc.codegen.kernel_calls.norm import layer_norm, layer_norm_backward
+from msc.codegen.kernel_calls.norm import (
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
 from msc.codegen.kernel_calls.optimizer import adam, lamb, lamb_sums
 from msc.codegen.kernels.description import Kernel
 from msc.codegen.names import op_name
@@ -33,6 +38,7 @@ from msc.ir.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from msc.ir.ops.library import KERNELS
 from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from msc.ir.ops.loss import NLL_TERMS, NLL_TERMS_BACKWARD
+from msc.ir.ops.norm import RMS_NORM, RMS_NORM_BACKWARD
 from msc.ir.ops.random import DROPOUT
 
 aten = torch.ops.aten
@@ -69,6 +75,8 @@ OPS: dict[Any, OpKernels] = {
     ATTENTION_BACKWARD: OpKernels(attention_backward, _ATTENTION),
     aten.native_layer_norm.default: OpKernels(layer_norm, _NORM),
     aten.native_layer_norm_backward.default: OpKernels(layer_norm_backward, _NORM),
+    RMS_NORM: OpKernels(rms_norm, _NORM),
+    RMS_NORM_BACKWARD: OpKernels(rms_norm_backward, _NORM),
     NLL_TERMS: OpKernels(nll_terms, _LOSS),
     NLL_TERMS_BACKWARD: OpKernels(nll_terms_backward, _LOSS),
     DROPOUT: OpKernels(dropout, "the bits of an element are made where it is read"),

@@ -1,8 +1,8 @@
-"""LayerNorm, forward and backward: `aten.native_layer_norm` and its gradient.
+"""LayerNorm and the root mean square norm: `aten.native_layer_norm`, `msc.rms_norm`, gradients.
 
-The statistics that the forward keeps are those of ATen's op, mean and 1 / std of each row, in the
-dtype that it has for them (on the CPU that of x, on CUDA float32 for half types): the backward of
-either kind may follow the forward of the other.
+The statistics that the forward keeps are those of the op, mean and 1 / std of each row: the
+backward of either kind may follow the forward of the other. ATen has them on the CPU in the dtype
+of x, on CUDA in float32 for half types; `msc.rms_norm` in float32 for half types everywhere.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ def layer_norm_backward(
     own = _norm(target, x, normalized_shape, weight, bias, 0.0)
     if gy.dtype != x.dtype:
         raise PlanError(f"norm: kernels take one dtype, not {name_of(gy.dtype)} for its gradient")
-    backward = norm.emit_backward(own)
-    partial = () if own.sums_in_backward else (norm.emit_weight_gradient(own),)
-    total = column_sums.emit(own.programs, own.width, own.dtype, target)
-
+    kernels = _Backward(own)
     kept = getattr(torch, own.statistics)
 
     def run(
@@ -85,17 +82,74 @@ def layer_norm_backward(
         dw = x.new_empty(weight.shape)
         db = None if bias is None else x.new_empty(weight.shape)
         parts = {"dw_parts": dw} | ({} if db is None else {"db_parts": db})
-        size = (own.programs, own.width)
-        sums = {name: x.new_empty(size, dtype=torch.float32) for name in parts}
-        launches: list[tuple[Kernel, dict[str, Any]]] = []
-        inside = {} if partial else sums
-        launches.append((backward, known | {"weight": dense(weight), "dx": dx} | inside))
-        launches += [(kernel, known | sums) for kernel in partial]
-        launches += [(total, {"parts": sums[name], "total": parts[name]}) for name in parts]
+        launches = kernels.launches(known, weight, dx, parts)
         results = zip((dx, dw, db), wanted, strict=True)
         return launches, tuple(value if want else None for value, want in results)
 
-    return Plan((backward, *partial, total), run)
+    return Plan(kernels.all, run)
+
+
+def rms_norm(target: Target, x: Tensor, weight: Tensor, eps: float) -> Plan:
+    """`msc.rms_norm`: y and rstd."""
+    own = _rms(target, x, weight, eps)
+    kernel = norm.emit_forward(own)
+
+    def run(x: Tensor, weight: Tensor, eps: float) -> tuple[Launches, tuple[Tensor, Tensor]]:
+        y = x.new_empty(x.shape)
+        rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        values = {"x": dense(x), "weight": dense(weight), "y": y, "rstd": rstd}
+        return [(kernel, values)], (y, rstd)
+
+    return Plan((kernel,), run)
+
+
+def rms_norm_backward(
+    target: Target, gy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+) -> Plan:
+    """`msc.rms_norm_backward`: the gradients of x and weight."""
+    own = _rms(target, x, weight, 0.0)
+    kernels = _Backward(own)
+
+    def run(
+        gy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+    ) -> tuple[Launches, tuple[Tensor, Tensor]]:
+        dx, dw = x.new_empty(x.shape), x.new_empty(weight.shape)
+        known = {"gy": dense(gy), "x": dense(x), "rstd": dense(rstd)}
+        return kernels.launches(known, weight, dx, {"dw_parts": dw}), (dx, dw)
+
+    return Plan(kernels.all, run)
+
+
+class _Backward:
+    """The kernels of a norm's gradients: of x, of parts of weight and bias, and their sums."""
+
+    def __init__(self, own: Norm) -> None:
+        self.own = own
+        self.rows = norm.emit_backward(own)
+        self.parts = () if own.sums_in_backward else (norm.emit_weight_gradient(own),)
+        self.total = column_sums.emit(own.programs, own.width, own.dtype, own.target)
+        self.all = (self.rows, *self.parts, self.total)
+
+    def launches(
+        self, known: dict[str, Tensor], weight: Tensor, dx: Tensor, wanted: dict[str, Tensor]
+    ) -> Launches:
+        """known: what all of them read; wanted: what is summed, by the name of its parts."""
+        size = (self.own.programs, self.own.width)
+        sums = {name: dx.new_empty(size, dtype=torch.float32) for name in wanted}
+        inside = {} if self.parts else sums
+        found: list[tuple[Kernel, dict[str, Any]]] = [
+            (self.rows, known | {"weight": dense(weight), "dx": dx} | inside)
+        ]
+        found += [(kernel, known | sums) for kernel in self.parts]
+        found += [(self.total, {"parts": sums[name], "total": wanted[name]}) for name in wanted]
+        return found
+
+
+def _rms(target: Target, x: Tensor, weight: Tensor, eps: float) -> Norm:
+    if not x.numel():
+        raise PlanError("norm: there are no rows")
+    width = x.shape[-1]
+    return Norm("rms", x.numel() // width, width, name_of(x.dtype), target, eps)
 
 
 def _norm(

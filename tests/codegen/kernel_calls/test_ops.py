@@ -158,3 +158,13 @@ Q = torch.zeros(1, 2, 4, 16)
 def test_what_kernels_do_not_compute(op: Any, operands: tuple[Any, ...], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         OPS[op].maker(INTERPRETER, *operands)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [24, 4100])
+def test_rms_norm_and_its_gradient(width: int, dtype: torch.dtype) -> None:
+    x, gy = (random(3, 2, width, dtype=dtype, seed=i).transpose(0, 1) for i in range(2))
+    weight = random(width, dtype=dtype)
+    check(OP.rms_norm.default, x, weight, 1e-5)
+    _, rstd = OP.rms_norm(x, weight, 1e-5)
+    check(OP.rms_norm_backward.default, gy, x, weight, rstd)
