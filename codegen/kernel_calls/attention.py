@@ -20,6 +20,9 @@ from msc.codegen.kernels.description import Target
 from msc.codegen.kernels.tiles import attention_tiles_for
 from msc.ir.errors import PlanError
 
+WIDEST = 128
+"""Elements of a head for which tiles are known to pass the gate of `make kernels`."""
+
 
 def attention(
     target: Target,
@@ -106,20 +109,27 @@ def _attention(
 ) -> Attention:
     b, h, s, d = q.shape
     if mask is not None:
-        raise PlanError("attention: kernels know causal masks and windows, and this mask is a tensor")
+        raise PlanError(
+            "attention: kernels know causal masks and windows, and this mask is a tensor"
+        )
     if k.shape[2] != s:
-        raise PlanError(f"attention: kernels take as many keys as queries, not {k.shape[2]} and {s}")
+        raise PlanError(
+            f"attention: kernels take as many keys as queries, not {k.shape[2]} and {s}"
+        )
     if v.shape[3] != d:
         raise PlanError(f"attention: the heads of v have {v.shape[3]} elements, those of q {d}")
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise PlanError("attention: kernels take q, k and v of one dtype")
     if not q.numel():
         raise PlanError("attention: there are no queries")
+    if not target.interpreted and d > WIDEST:
+        raise PlanError(
+            f"attention: heads of {d} elements spill or take too much shared memory; kernels are "
+            f"compiled for heads of up to {WIDEST}"
+        )
     window = window if window < s else 0  # a window that hides nothing is none
     dtype = name_of(q.dtype)
-    return Attention(
-        b, s, h, k.shape[1], d, dtype, target, scale, causal, window, float(soft_cap)
-    )
+    return Attention(b, s, h, k.shape[1], d, dtype, target, scale, causal, window, float(soft_cap))
 
 
 def _rows(x: Tensor) -> Tensor:

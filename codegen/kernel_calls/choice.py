@@ -29,12 +29,13 @@ from msc.codegen.kernel_calls.norm import (
     rms_norm_backward,
 )
 from msc.codegen.kernel_calls.optimizer import adam, lamb, lamb_sums
-from msc.codegen.kernels.description import Kernel
+from msc.codegen.kernels.description import Kernel, Target
 from msc.codegen.names import op_name
 from msc.ir import actions
 from msc.ir.communication import graphs_below
 from msc.ir.errors import PlanError
 from msc.ir.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from msc.ir.ops.library import KERNELS
 from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from msc.ir.ops.loss import NLL_TERMS, NLL_TERMS_BACKWARD
@@ -56,6 +57,13 @@ class OpKernels:
     maker: Callable[..., Plan]
     why: str
     library: str = ""
+
+
+def _unfused(target: Target, *args: Any, **kwargs: Any) -> Plan:
+    raise PlanError(
+        "no executor runs the kernel that hides the collective: it and the products follow each "
+        "other, the products in ATen"
+    )
 
 
 _PRODUCT = (
@@ -83,6 +91,8 @@ OPS: dict[Any, OpKernels] = {
     actions.adam: OpKernels(adam, _STEP),
     actions.lamb_sums: OpKernels(lamb_sums, _STEP),
     actions.lamb: OpKernels(lamb, _STEP),
+    ALL_GATHER_MATMUL: OpKernels(_unfused, ""),
+    MATMUL_REDUCE_SCATTER: OpKernels(_unfused, ""),
 }
 
 

@@ -108,4 +108,6 @@ def _product(
 def _one_dtype(op: str, *operands: Tensor | None) -> None:
     found = {name_of(value.dtype) for value in operands if value is not None}
     if len(found) > 1:
-        raise PlanError(f"{op}: kernels take operands of one dtype, not {' and '.join(sorted(found))}")
+        raise PlanError(
+            f"{op}: kernels take operands of one dtype, not {' and '.join(sorted(found))}"
+        )

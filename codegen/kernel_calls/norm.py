@@ -103,9 +103,7 @@ def rms_norm(target: Target, x: Tensor, weight: Tensor, eps: float) -> Plan:
     return Plan((kernel,), run)
 
 
-def rms_norm_backward(
-    target: Target, gy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
-) -> Plan:
+def rms_norm_backward(target: Target, gy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Plan:
     """`msc.rms_norm_backward`: the gradients of x and weight."""
     own = _rms(target, x, weight, 0.0)
     kernels = _Backward(own)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from msc.codegen.kernel_calls.call import Launches, Plan, dense, is_dense, name_of
 from msc.codegen.kernels import optimizer as kernels
-from msc.codegen.kernels.description import Kernel, Target
+from msc.codegen.kernels.description import Target
 from msc.codegen.kernels.launch import KernelError
 from msc.codegen.kernels.optimizer import PIECE, Moments
 from msc.ir.errors import PlanError

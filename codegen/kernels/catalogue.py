@@ -1,7 +1,7 @@
 """Every kernel at the shapes that matter: one layer of GPT-3 175B, Llama 3 70B and 405B at tp 8.
 
-`make kernels` compiles all of them for each target. The tiles (`tiles.py`) are such as pass: no spills,
-within shared memory, on Hopper with wgmma. Which of them are fast only a device can tell.
+`make kernels` compiles all of them for each target. The tiles (`tiles.py`) are such as pass: no
+spills, within shared memory, on Hopper with wgmma. Which are fast only a device can tell.
 """
 
 from __future__ import annotations

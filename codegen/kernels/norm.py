@@ -98,8 +98,8 @@ _CENTER_AGAIN = "value = tl.where(inside, value - tl.load(mean + row), 0.0)"
 class Norm:
     """y = (x - mean) / sqrt(var + eps) * weight + bias of each row; "rms" has no mean and no bias.
 
-    x, y: [rows, width] of dtype; weight, bias: [width] of dtype; mean, rstd: [rows] of `statistics`,
-    computed in float32. shift: whether a "layer" has a bias.
+    x, y: [rows, width] of dtype; weight, bias: [width] of dtype; mean, rstd: [rows] of
+    `statistics`, computed in float32. shift: whether a "layer" has a bias.
     residual: what is normalized is `summed` = x + residual, which is stored too; in the backward,
     its other gradient is added to dx. Gradients of weight and bias: float32 [programs, width].
     """

@@ -5,7 +5,7 @@ No spills, within shared memory, on Hopper with wgmma. Which tiles are fast only
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msc.codegen.kernels.attention import Attention
 from msc.codegen.kernels.description import Target, Tiles, power_of_two
@@ -96,4 +96,8 @@ def attention_tiles_for(attention: Attention) -> AttentionTiles:
         block = fitting(attention.length, 64)
         tiles = Tiles(block, block, 0)
         return AttentionTiles(tiles, tiles, tiles, tiles)
-    return attention_tiles(target, attention.heads > attention.groups)
+    grouped = attention.heads > attention.groups
+    tiles = attention_tiles(target, grouped)
+    if grouped and attention.lanes < 128 and not target.has_tensor_memory_accelerator:
+        return replace(tiles, keys=Tiles(32, 32, 0, warps=4, stages=2))
+    return tiles

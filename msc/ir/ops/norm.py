@@ -28,9 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y.to(x.dtype).contiguous(), rstd.squeeze(-1).contiguous()
 
 
-def rms_norm_backward(
-    gy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(gy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; gy is that of y, the other operands are those of `rms_norm`."""
     dtype, wide = x.dtype, _compute_dtype(x.dtype)
     scale = rstd.unsqueeze(-1)

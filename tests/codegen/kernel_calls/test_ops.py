@@ -78,7 +78,8 @@ def test_an_input_gradient_lies_over_what_it_is_summed_with() -> None:
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("causal", "window", "soft_cap"), [(True, 0, 0.0), (True, 5, 0.0), (False, 0, 0.0), (True, 0, 3.0)]
+    ("causal", "window", "soft_cap"),
+    [(True, 0, 0.0), (True, 5, 0.0), (False, 0, 0.0), (True, 0, 3.0)],
 )
 def test_attention_and_its_gradient(
     causal: bool, window: int, soft_cap: float, dtype: torch.dtype
