@@ -34,7 +34,7 @@ def adam(
     """
     operands = (parameters, gradients, states, step, lr, betas, eps, weight_decay, decoupled)
     if kernel is not None and (taken := kernel(*operands, scale, skip)) is not None:
-        return taken
+        return taken  # type: ignore[no-any-return]
     first, second = states
 
     def torch_kernel(indices: list[int], values: list[Tensor], moved: list[Tensor]) -> None:

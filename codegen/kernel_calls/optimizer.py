@@ -46,7 +46,7 @@ def adam(
     table = _Table([parameters[index].numel() for index in moving])
     moments = _moments(
         target, table, [parameters[i] for i in moving], [gradients[i] for i in moving],
-        states, tuple(betas), eps, weight_decay, decoupled,
+        states, (betas[0], betas[1]), eps, weight_decay, decoupled,
     )  # fmt: skip
     kernel = kernels.emit_adam(moments)
 
@@ -88,7 +88,7 @@ def lamb_sums(
         raise PlanError("lamb_sums: there are no parameters")
     table = _Table([parameter.numel() for parameter in parameters])
     moments = _moments(
-        target, table, parameters, gradients, states, tuple(betas), eps, weight_decay, True
+        target, table, parameters, gradients, states, (betas[0], betas[1]), eps, weight_decay, True
     )
     moving, norming = kernels.emit_lamb_moments(moments), kernels.emit_lamb_norms(moments)
 
@@ -136,7 +136,7 @@ def lamb(
         raise PlanError("lamb: there are no parameters")
     table = _Table([parameter.numel() for parameter in parameters])
     moments = _moments(
-        target, table, parameters, parameters, states, tuple(betas), eps, weight_decay, True
+        target, table, parameters, parameters, states, (betas[0], betas[1]), eps, weight_decay, True
     )
     kernel = kernels.emit_lamb_step(moments)
 

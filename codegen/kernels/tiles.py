@@ -94,8 +94,8 @@ def attention_tiles_for(attention: Attention) -> AttentionTiles:
     target = attention.target
     if target.interpreted:
         block = fitting(attention.length, 64)
-        tiles = Tiles(block, block, 0)
-        return AttentionTiles(tiles, tiles, tiles, tiles)
+        square = Tiles(block, block, 0)
+        return AttentionTiles(square, square, square, square)
     grouped = attention.heads > attention.groups
     tiles = attention_tiles(target, grouped)
     if grouped and attention.lanes < 128 and not target.has_tensor_memory_accelerator:

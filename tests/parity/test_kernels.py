@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import msc
 from msc.codegen.kernel_calls import call
+from msc.codegen.kernels import launch as launching
 from msc.codegen.kernels.description import Kernel
 from msc.runtime.memory.meter import StorageMeter
 from msc.runtime.memory.predict import MemoryPredictor
@@ -25,7 +26,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The kernels that ran, of programs that have no op in ATen that could have one."""
     monkeypatch.setenv("MSC_TRITON", "interpret")
     found: set[str] = set()
-    real = call.launch
+    real = launching.launch
 
     def launch(kernel: Kernel, values: Mapping[str, Any]) -> None:
         found.add(kernel.entry)
@@ -43,9 +44,10 @@ def gpt(dropout: float = 0.0) -> nn.Module:
 def mistral() -> nn.Module:
     """RMSNorm, grouped heads, a sliding window, rotary positions."""
     torch.manual_seed(0)
-    sizes = {**zoo.LLAMA, **zoo.GROUPED, "head_dim": 16, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {**zoo.LLAMA, **zoo.GROUPED, "head_dim": 16, "num_hidden_layers": 2}
     config = transformers.MistralConfig(**sizes, sliding_window=4)
-    return transformers.MistralForCausalLM(config).train()
+    model: nn.Module = transformers.MistralForCausalLM(config)
+    return model.train()
 
 
 def ids(samples: int = 4) -> dict[str, Tensor]:

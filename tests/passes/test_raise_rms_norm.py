@@ -29,7 +29,8 @@ class Model(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(torch.tanh(x), self.weight)).square().mean()
+        y: Tensor = self.linear(self.norm(torch.tanh(x), self.weight))
+        return y.square().mean()
 
 
 def written(x: Tensor, weight: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn import functional
 
 import msc
-from msc.codegen.kernel_calls import call, linear
+from msc.codegen.kernel_calls import call
 from msc.codegen.kernel_calls.device import kernels_on
 from msc.codegen.kernels import gemm
+from msc.codegen.kernels import launch as launching
 from msc.codegen.kernels.description import Kernel
 
 CPU = torch.device("cpu")
@@ -87,7 +88,7 @@ def test_the_text_that_is_shown_is_the_one_that_runs(
 ) -> None:
     program, batch = compiled(optimizer=msc.AdamW())
     launched: list[Kernel] = []
-    real = call.launch
+    real = launching.launch
 
     def launch(kernel: Kernel, values: Any) -> None:
         launched.append(kernel)
@@ -114,7 +115,7 @@ def test_a_kernel_that_does_not_compile_falls_back_with_one_warning(
         text = "def gemm(:" if where == "text" else "raise RuntimeError('no such device')"
         return dataclasses.replace(kernel, source=f"{text}\n{kernel.source}")
 
-    monkeypatch.setattr(linear.gemm, "emit", broken)
+    monkeypatch.setattr(gemm, "emit", broken)
     monkeypatch.setattr(call, "_warned", set())
     program, batch = compiled()
     with warnings.catch_warnings(record=True) as caught:
