@@ -122,13 +122,15 @@ def _attention(
         raise PlanError("attention: kernels take q, k and v of one dtype")
     if not q.numel():
         raise PlanError("attention: there are no queries")
+    dtype = name_of(q.dtype)
+    if not target.interpreted and dtype == "float32":
+        raise PlanError("attention: in float32, without tensor cores, kernels spill on a device")
     if not target.interpreted and d > WIDEST:
         raise PlanError(
             f"attention: heads of {d} elements spill or take too much shared memory; kernels are "
             f"compiled for heads of up to {WIDEST}"
         )
     window = window if window < s else 0  # a window that hides nothing is none
-    dtype = name_of(q.dtype)
     return Attention(b, s, h, k.shape[1], d, dtype, target, scale, causal, window, float(soft_cap))
 
 
