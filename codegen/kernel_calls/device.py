@@ -86,7 +86,7 @@ def _on_cuda(device: torch.device, everywhere: bool) -> Kernels:
     found = {80: SM_80, 90: SM_90}.get(10 * properties.major + properties.minor)
     if found is None or torch.version.hip is not None:
         checked = " and ".join(target.name for target in TARGETS)
-        reason = f"kernels are checked for {checked}, and this device is a {properties.name}"
+        reason = f"kernels are checked for {checked}, and this is {properties.name}"
         return Kernels(None, reason, asked=everywhere)
     target = dataclasses.replace(found, processors=properties.multi_processor_count)
     return Kernels(target, f"CUDA, {properties.name}", everywhere, everywhere)

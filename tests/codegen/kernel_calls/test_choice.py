@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 import msc
 from msc.codegen.emit import emit
-from msc.codegen.kernel_calls import call, choice
+from msc.codegen.kernel_calls import call, choice, device
 from msc.codegen.kernel_calls.device import kernels_on
 from msc.codegen.kernels import gemm, optimizer
 from msc.codegen.kernels import launch as launching
@@ -156,6 +157,31 @@ def test_what_the_flag_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         program.kernels("sm_70")
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"),
+    [((9, 0), None, "sm_90"), ((8, 0), None, "sm_80"), ((8, 9), None, ""), ((9, 0), "6.4", "")],
+)
+def test_cuda_devices(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, expected: str
+) -> None:
+    card = types.SimpleNamespace(
+        major=capability[0], minor=capability[1], multi_processor_count=114, name="a card"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(device, "interpreting", lambda: False)
+    for flag in ("", "all"):
+        monkeypatch.setenv("MSC_TRITON", flag)
+        found = kernels_on(torch.device("cuda"))
+        assert found.asked == (flag == "all")
+        if expected:
+            assert found.target is not None
+            assert (found.target.name, found.target.processors) == (expected, 114)
+        else:
+            assert found.target is None
+            assert found.reason == "kernels are checked for sm_80 and sm_90, and this is a card"
+
+
 def test_on_a_device_the_library_keeps_plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     program, _ = compiled()
     lines = program.kernels("sm_90").lines
@@ -184,7 +210,17 @@ batch = {"ids": ids, "targets": ids}
 program = msc.compile(model, batch, optimizer=msc.AdamW(), precision="PRECISION")
 kernels = {kernel.entry: kernel for kernel in program.kernels("TARGET").sources}
 rows = [compile_kernel(kernel) for kernel in kernels.values()]
-print(json.dumps({row.name: row.faults() for row in rows}))
+
+# a device that Triton has no driver for: this process's
+x, w = torch.randn(2, 128, 64).bfloat16()
+function = torch.ops.msc.linear.default
+call = KernelCall("msc_linear", "fc", OPS[function].maker(SM_90, x, w), function)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert torch.equal(call(x, w), function(x, w))
+    assert torch.equal(call(x, w), function(x, w))
+said = [str(each.message) for each in caught]
+print(json.dumps([{row.name: row.faults() for row in rows}, said]))
 """
 
 
@@ -207,7 +243,9 @@ def test_the_kernels_of_a_program_compile_for_a_device(target: str, precision: s
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found, said = json.loads(done.stdout.splitlines()[-1])
+    (warned,) = said
+    assert warned.startswith("msc_linear (fc) runs without its Triton kernel: gemm_mk_nk_128x128")
     assert len(found) >= (11 if precision == "bf16-mixed" else 7)
     assert {name: faults for name, faults in found.items() if faults} == {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 import msc.ir.ops  # noqa: F401  registers the ops
 from msc.codegen.kernel_calls.call import KernelCall
 from msc.codegen.kernel_calls.choice import OPS
-from msc.codegen.kernels.description import INTERPRETER
+from msc.codegen.kernels.description import INTERPRETER, SM_80, SM_90, Target
 from msc.ir.errors import PlanError
 from msc.ir.ops.library import KERNELS
 from tests.codegen.kernels.fused import error
@@ -25,13 +26,15 @@ def no_fallback(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("kernels were to compute this")
 
 
-def kernel_call(op: Any, *args: Any, **kwargs: Any) -> KernelCall:
-    return KernelCall("op", "here", OPS[op].maker(INTERPRETER, *args, **kwargs), no_fallback)
+def kernel_call(op: Any, *args: Any, target: Target = INTERPRETER, **kwargs: Any) -> KernelCall:
+    return KernelCall("op", "here", OPS[op].maker(target, *args, **kwargs), no_fallback)
 
 
-def check(op: Any, *args: Any, exact: bool = False, **kwargs: Any) -> None:
+def check(
+    op: Any, *args: Any, exact: bool = False, target: Target = INTERPRETER, **kwargs: Any
+) -> None:
     """Kernels give what the op gives: numbers, shapes, dtypes and strides."""
-    found = kernel_call(op, *args, **kwargs)(*args, **kwargs)
+    found = kernel_call(op, *args, target=target, **kwargs)(*args, **kwargs)
     wanted = KERNELS.get(op, op)(*args, **kwargs)
     pairs = zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]
     for one, other in pairs:
@@ -133,6 +136,38 @@ def test_dropout_has_the_same_bits(part: bool, dtype: torch.dtype) -> None:
     x = random(5, 4, 4 if part else 20, dtype=dtype)
     coordinates = [None, torch.tensor([0, 2, 3, 5]), mine if part else None]
     check(OP.dropout.default, x, 0.3, key, coordinates, [5, 6, 20], exact=True)
+
+
+@pytest.mark.parametrize("device", [SM_80, SM_90])
+def test_the_forms_for_a_device(device: Target) -> None:
+    """Tiles, tensor descriptors and statistics as on that device, interpreted all the same."""
+    target = dataclasses.replace(device, processors=2)
+    dtype = torch.bfloat16
+    x, gy, w = (random(*size, dtype=dtype) for size in ((2, 64, 64), (2, 64, 128), (128, 64)))
+    check(OP.linear.default, x, w, random(128, dtype=dtype), target=target)
+    check(OP.linear_dgrad.default, gy, w, False, x, target=target)
+    check(OP.linear_wgrad.default, gy, x[:, :, :63], target=target)  # no rows of 16 bytes
+    check(OP.rms_norm.default, x, w[0], 1e-5, target=target)
+    _, rstd = OP.rms_norm(x, w[0], 1e-5)
+    check(OP.rms_norm_backward.default, x + 1, x, w[0], rstd, target=target)
+    q, g = (random(1, 128, 4, 64, dtype=dtype, seed=i).transpose(1, 2) for i in range(2))
+    k, v = (random(1, 2, 128, 64, dtype=dtype, seed=i) for i in range(2))
+    rest = (None, 0.125, True)
+    check(OP.attention.default, q, k, v, *rest, target=target)
+    out, lse = OP.attention(q, k, v, *rest)
+    check(OP.attention_backward.default, g, q, k, v, out, lse, *rest, target=target)
+    aten = torch.ops.aten
+    operands = (x, [64], w[0], w[1], 1e-5)
+    y, mean, rstd = kernel_call(aten.native_layer_norm.default, *operands, target=target)(*operands)
+    assert mean.dtype == rstd.dtype == torch.float32  # as ATen has them on CUDA
+    assert error(y, aten.native_layer_norm(*operands)[0].double()) <= TOLERANCE[dtype]
+    back = (gy[:, :, :64], x, [64], mean, rstd, w[0], w[1], [True] * 3)
+    dx, dw, db = kernel_call(aten.native_layer_norm_backward.default, *back, target=target)(*back)
+    leaves = [value.double().requires_grad_() for value in (x, w[0], w[1])]
+    wide = torch.nn.functional.layer_norm(leaves[0], (64,), *leaves[1:])
+    grads = torch.autograd.grad(wide, leaves, back[0].double())
+    for found, expected in zip((dx, dw, db), grads, strict=True):
+        assert error(found, expected) <= TOLERANCE[dtype]
 
 
 F64 = torch.zeros(4, 16, dtype=torch.float64)
