@@ -43,7 +43,7 @@ class KernelCall:
     compile, the op's function does the work from then on; `failure` says why, and so does a warning
     for the first such call of each op.
 
-    op: its name; where: module paths. function: what it replaces.
+    op: its name; where: " in " and a module path, or "". function: what it replaces.
     """
 
     def __init__(self, op: str, where: str, plan: Plan, function: Callable[..., Any]) -> None:
@@ -114,8 +114,7 @@ def _warn(op: str, where: str, failure: str) -> None:
     if op not in _warned:
         _warned.add(op)
         warnings.warn(
-            f"{op} ({where}) runs without its Triton kernel: {failure}. program.explain() lists "
-            "all such calls.",
+            f"{op}{where} runs without its Triton kernel: {failure}. ATen computes it from now on.",
             RuntimeWarning,
             stacklevel=2,
         )

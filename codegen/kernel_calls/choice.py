@@ -30,7 +30,6 @@ from msc.codegen.kernel_calls.norm import (
 )
 from msc.codegen.kernel_calls.optimizer import adam, lamb, lamb_sums
 from msc.codegen.kernels.description import Kernel, Target
-from msc.codegen.names import op_name
 from msc.ir import actions
 from msc.ir.communication import graphs_below
 from msc.ir.errors import PlanError
@@ -100,8 +99,8 @@ OPS: dict[Any, OpKernels] = {
 class Decision:
     """What became of equal calls of an op: of the same shapes and dtypes.
 
-    where: the first one's module path. calls: in the distinct graphs. kernels: names; none where
-    ATen computes it.
+    where: " in " and the first one's module path, if it has one. calls: in the distinct graphs.
+    kernels: names; none where ATen computes it.
     """
 
     op: str
@@ -113,7 +112,7 @@ class Decision:
     def __str__(self) -> str:
         by = f"Triton, {', '.join(self.kernels)}" if self.kernels else "ATen"
         more = f" and {self.calls - 1} more" if self.calls > 1 else ""
-        return f"{self.op} in {self.where}{more}: {by}: {self.reason}"
+        return f"{self.op}{self.where}{more}: {by}: {self.reason}"
 
 
 class _Entry:
@@ -193,7 +192,8 @@ class KernelChoice:
         target: Any = node.target
         acts = target in actions.ACTIONS
         name = target.__name__ if acts else str(target).removesuffix(".default")
-        where = str(node.meta.get("module_path") or node.name)
+        path = node.meta.get("module_path")
+        where = f" in {path}" if path else ""
         if op.library and not self.kernels.everywhere:
             return _Entry(name, where, None, op.library)
         try:
@@ -201,7 +201,7 @@ class KernelChoice:
         except PlanError as error:
             return _Entry(name, where, None, str(error))
         known: Any = KERNELS.get(target) or FAST_CALLS.get(target, target)
-        call = KernelCall(op_name(target), where, plan, _not_taken if acts else known)
+        call = KernelCall(name, where, plan, _not_taken if acts else known)
         return _Entry(name, where, call, op.why)
 
 
