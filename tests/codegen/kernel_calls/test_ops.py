@@ -164,7 +164,7 @@ def test_the_forms_for_a_device(device: Target) -> None:
     back = (gy[:, :, :64], x, [64], mean, rstd, w[0], w[1], [True] * 3)
     dx, dw, db = kernel_call(aten.native_layer_norm_backward.default, *back, target=target)(*back)
     leaves = [value.double().requires_grad_() for value in (x, w[0], w[1])]
-    wide = torch.nn.functional.layer_norm(leaves[0], (64,), *leaves[1:])
+    wide = torch.nn.functional.layer_norm(leaves[0], (64,), leaves[1], leaves[2])
     grads = torch.autograd.grad(wide, leaves, back[0].double())
     for found, expected in zip((dx, dw, db), grads, strict=True):
         assert error(found, expected) <= TOLERANCE[dtype]
