@@ -38,8 +38,8 @@ STOP_AFTER = Flag("MSC_STOP_AFTER", "Name of the pass after which compilation st
 SKIP = Flag("MSC_SKIP", "Names of passes to leave out, with commas between them.")
 TRITON = Flag(
     "MSC_TRITON",
-    "interpret: Triton kernels in its interpreter, on the CPU; all: on CUDA also where its own "
-    "library is preferred; off: none.",
+    "Where Triton kernels run: interpret, in its interpreter on the CPU; all, on CUDA also where "
+    "its own library is preferred; off, nowhere.",
 )
 
 FLAGS = (DUMP, LOG, STOP_AFTER, SKIP, TRITON)
