@@ -23,12 +23,12 @@ from benchmarks.gpu_cases import TINY, Case, Make, Sizes
 from benchmarks.gpu_references import attention_float64, linear_float64, sdpa, window_mask
 from msc.codegen.kernels import attention_backward, attention_forward, gather_gemm, gemm
 from msc.codegen.kernels.attention import Attention
-from msc.codegen.kernels.catalogue import AttentionTiles, attention_tiles, gemm_tiles
 from msc.codegen.kernels.description import SM_80, SM_90, Kernel, Target, Tiles
 from msc.codegen.kernels.epilogue import Epilogue
 from msc.codegen.kernels.gather_gemm import GatherGemm
 from msc.codegen.kernels.gemm import Gemm
 from msc.codegen.kernels.launch import bind, function
+from msc.codegen.kernels.tiles import AttentionTiles, attention_tiles, gemm_tiles
 
 Values = Mapping[str, Any]
 

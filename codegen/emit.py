@@ -35,6 +35,8 @@ from torch.utils import _pytree as pytree
 
 from msc.codegen.fast_calls import FAST_CALLS
 from msc.codegen.in_place import in_place_calls
+from msc.codegen.kernel_calls.call import KernelCall
+from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.codegen.lifetime import last_uses, reuses_total, unpacked
 from msc.codegen.names import Namespace, Renderer, op_name
 from msc.codegen.pieces import cut_at_communication
@@ -75,21 +77,30 @@ class Emitted:
 
 
 def emit(
-    rank_graph: fx.GraphModule, dialect: Dialect, compile_chunk: Compile | None = None
+    rank_graph: fx.GraphModule,
+    dialect: Dialect,
+    compile_chunk: Compile | None = None,
+    choice: KernelChoice | None = None,
 ) -> Emitted:
     """Emit one rank graph; see `Emitter` for several that share graphs.
 
     `compile_chunk` turns a graph that neither communicates nor acts into a callable on its
-    placeholders' values.
+    placeholders' values. `choice` says which calls run in Triton kernels; without it, none.
     """
-    return Emitter(dialect, compile_chunk).emit(rank_graph)
+    return Emitter(dialect, compile_chunk, choice).emit(rank_graph)
 
 
 class Emitter:
     """Emits rank graphs into one namespace; a graph that several of them call is emitted once."""
 
-    def __init__(self, dialect: Dialect, compile_chunk: Compile | None = None) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        compile_chunk: Compile | None = None,
+        choice: KernelChoice | None = None,
+    ) -> None:
         self.dialect = dialect
+        self.choice = choice
         self.namespace = Namespace()
         self._compile_chunk = compile_chunk
         self._sources: list[str] = []
@@ -117,6 +128,10 @@ class Emitter:
             self._kept.append(module)
         return known
 
+    def chosen(self, node: fx.Node) -> KernelCall | None:
+        """The kernels that compute a call, if there are any."""
+        return None if self.choice is None else self.choice.of(node)
+
     def _function(self, module: fx.GraphModule, hint: str) -> str:
         known = self._functions.get(id(module))
         if known is not None:
@@ -124,9 +139,9 @@ class Emitter:
         self._kept.append(module)
         body = module
         if self._compile_chunk is not None and _is_leaf(module):
-            if _is_pure(module):
+            if _is_pure(module) and not any(map(self.chosen, module.graph.nodes)):
                 return self._compiled(module, hint, self._compile_chunk)
-            body = cut_at_communication(module)
+            body = cut_at_communication(module, self.chosen)
         callees = {
             node.target: self._function(subgraph(body, node), node.target.rpartition(".")[2])
             for node in body.graph.nodes
@@ -254,18 +269,22 @@ class _Function:
         if node.target in STARTS:
             return f"rt.{STARTS[node.target]}({self._arguments(node)}, {self._site(node)!r})"
         if node.target in actions.ACTIONS:
-            return f"rt.{self._action(node)}({self._arguments(node)})"
+            return f"rt.{self._action(node)}({self._arguments(node)}{self._kernel_of(node)})"
         if node.target is operator.getitem:
             return f"{self._render.value(node.args[0])}[{self._render.value(node.args[1])}]"
         if node in self._in_place:
             return self._overwriting(node)
         target: Any = node.target
-        fast = KERNELS.get(target) or FAST_CALLS.get(target, target)
-        function = self._namespace.bind(op_name(target), fast)
+        call = self._emitter.chosen(node)
+        fast = call or KERNELS.get(target) or FAST_CALLS.get(target, target)
+        function = self._namespace.bind(op_name(call or target), fast)
         return f"{function}({self._arguments(node)})"
 
     def _overwriting(self, node: fx.Node) -> str:
         function, index = self._in_place[node]
+        call = self._emitter.chosen(node)
+        if call is not None:
+            function = call.overwriting(function)
         name = self._namespace.bind(function.__name__, function)
         others = (*node.args[:index], *node.args[index + 1 :])
         return f"{name}({self._arguments(node, (node.args[index], *others))})"
@@ -274,6 +293,13 @@ class _Function:
         name: str = node.target.__name__  # type: ignore[union-attr]
         in_place = node.target is actions.accumulate and node.args[0] is not None
         return "accumulate_" if in_place and reuses_total(node) else name
+
+    def _kernel_of(self, action: fx.Node) -> str:
+        """The kernels that an action is to take, as its last argument."""
+        call = self._emitter.chosen(action)
+        if call is None:
+            return ""
+        return f", kernel={self._namespace.bind(op_name(call), call)}"
 
     def _constant(self, node: fx.Node) -> str:
         value: Any = self._module

@@ -13,6 +13,7 @@ Numerics: kept; the same ops in the same order.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -21,13 +22,16 @@ from msc.ir import actions
 from msc.ir.communication import FUSED, is_communication
 
 
-def cut_at_communication(module: fx.GraphModule) -> fx.GraphModule:
+def cut_at_communication(
+    module: fx.GraphModule, apart: Callable[[fx.Node], Any] = lambda node: None
+) -> fx.GraphModule:
     """A graph with the same placeholders and result that computes in pieces between communication.
 
     `module` calls no other graph. Each piece is a run of ops without communication or action; a
-    piece returns the one value, or the tuple of values, that is read after it.
+    piece returns the one value, or the tuple of values, that is read after it. apart: whether a
+    call belongs in no piece, as one that has kernels of its own.
     """
-    pieces = _pieces(module)
+    pieces = _pieces(module, apart)
     modules: dict[str, fx.GraphModule] = {}
     outer = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -60,12 +64,14 @@ def _packed(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _pieces(module: fx.GraphModule) -> list[fx.Node | list[fx.Node]]:
+def _pieces(
+    module: fx.GraphModule, apart: Callable[[fx.Node], Any]
+) -> list[fx.Node | list[fx.Node]]:
     """The nodes in order: those that stay outside alone, the others in runs."""
     found: list[fx.Node | list[fx.Node]] = []
     for node in module.graph.nodes:
         outside = node.op in ("placeholder", "output") or is_communication(node)
-        if outside or node.target in actions.ACTIONS or _is_result(node):
+        if outside or node.target in actions.ACTIONS or _is_result(node, apart) or apart(node):
             found.append(node)
         elif found and isinstance(found[-1], list):
             found[-1].append(node)
@@ -74,12 +80,12 @@ def _pieces(module: fx.GraphModule) -> list[fx.Node | list[fx.Node]]:
     return found
 
 
-def _is_result(node: fx.Node) -> bool:
-    """Whether a node is a result of a collective that yields several, which a piece cannot read."""
+def _is_result(node: fx.Node, apart: Callable[[fx.Node], Any]) -> bool:
+    """Whether a node is one of several results of what stays outside: a piece cannot read those."""
     if node.target is not operator.getitem:
         return False
     source = node.args[0]
-    return isinstance(source, fx.Node) and source.target in FUSED
+    return isinstance(source, fx.Node) and bool(source.target in FUSED or apart(source))
 
 
 def _extract(

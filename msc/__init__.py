@@ -11,6 +11,7 @@ and what it needs, and nothing of the code generator or the runtime.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ if TYPE_CHECKING:
     from msc.verification import verify as verify
 
 __version__ = "0.1.0"
+
+# Triton decides whether it interprets kernels when it is first imported, which `compile` does.
+if os.environ.get("MSC_TRITON", "").strip() == "interpret":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Name -> "module:attribute", or a module alone. No module of this package has the name of a public
 # function: importing msc.verify would put a module where the function verify belongs.

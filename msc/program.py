@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from msc.capture.captured import has_values
+from msc.codegen.kernel_calls.choice import KernelChoice, choose
+from msc.codegen.kernel_calls.device import kernels_for
 from msc.cost import Cluster
 from msc.ir.dump import Dump
 from msc.ir.errors import InputError, UserError
+from msc.ir.flags import TRITON
 from msc.ir.inline import inline
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout, class_names, rank_class
 from msc.ir.mesh import Mesh
@@ -94,6 +97,7 @@ class Program:
         self.recipe = recipe
         self._digests = digests
         self.pass_results = pass_results
+        self._choices: dict[tuple[str, str], KernelChoice] = {}
 
     # -- graphs
 
@@ -130,9 +134,27 @@ class Program:
         """Write the graphs of every rank and the result of every pass as text.
 
         `index.txt` says which file is whose; equal ranks share one. `passes/` has the whole program
-        after each pass that changed it; a program that was loaded has its graphs only.
+        after each pass that changed it; a program that was loaded has its graphs only. `kernels/`
+        has the text of every Triton kernel that runs on the device of this process.
         """
         write_dump(self, Path(folder))
+
+    def kernels(self, target: str | None = None) -> KernelChoice:
+        """Which calls run in Triton kernels on the device of this process, and why; their texts.
+
+        With `target` ("sm_80", "sm_90"): on that device, which need not be here. `UserError` for a
+        target that there is not, or a wrong `MSC_TRITON`.
+        """
+        if target is not None:
+            return KernelChoice(kernels_for(target)).look_at(self.rank_graphs)
+        return self._kernels_on("cuda" if torch.cuda.is_available() else "cpu")
+
+    def _kernels_on(self, device: str) -> KernelChoice:
+        """The choice for a device, which executors and explanations share: it knows failures."""
+        key = (device, TRITON.text)
+        if key not in self._choices:
+            self._choices[key] = choose(torch.device(device), self.rank_graphs)
+        return self._choices[key]
 
     def memory_bytes(self) -> list[int]:
         """Predicted peak of live bytes of one rank of each class: state, gradients, activations.
@@ -331,7 +353,7 @@ class Program:
 
     @cached_property
     def _virtual(self) -> VirtualExecutor:
-        return VirtualExecutor(self.mesh, self.rank_graph)
+        return VirtualExecutor(self.mesh, self.rank_graph, choice=self._kernels_on("cpu"))
 
     def run_virtual(
         self, batch: Any, state: list[RankState] | None = None, seed: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.ir.dump import make_folder
 from msc.ir.printer import format_graph
 
@@ -29,7 +30,22 @@ def write_dump(program: Program, path: Path) -> None:
     if program.pass_results is not None:
         program.pass_results.write(path / "passes")
         lines.append("the program after each pass: passes/index.txt")
+    choice = program.kernels()
+    if choice.sources:
+        write_kernels(choice, path / "kernels")
+        lines.append("which ops run in Triton kernels, and their texts: kernels/index.txt")
     (path / "index.txt").write_text("\n".join(lines) + "\n")
+
+
+def write_kernels(choice: KernelChoice, path: Path) -> None:
+    """The text of every distinct kernel, and `index.txt`: what became of each op, and why."""
+    make_folder(path)
+    taken: dict[str, int] = {}
+    for kernel in choice.sources:
+        taken[kernel.name] = number = taken.get(kernel.name, 0) + 1
+        name = kernel.name if number == 1 else f"{kernel.name}-{number}"
+        (path / f"{name}.py").write_text(kernel.source)
+    (path / "index.txt").write_text("\n".join(choice.lines) + "\n")
 
 
 def _listed(ranks: list[int]) -> str:

@@ -23,6 +23,7 @@ from msc.passes.normalize import NORMALIZE
 from msc.passes.overlap import Overlap
 from msc.passes.overlap_borders import OverlapBorders
 from msc.passes.place import Place
+from msc.passes.raise_rms_norm import RaiseRMSNorm
 from msc.passes.rank_graph import build_rank_graph
 from msc.passes.recompute.apply import Recompute
 from msc.passes.recompute.keep_budget import KeepBudget
@@ -148,6 +149,7 @@ TRAIN = Pipeline(
         *NORMALIZE,
         ApplyRewrites(),  # on one device's view of the model, before its layers are deduplicated
         MergeBranches(),  # after the rewrites, which make such branches
+        RaiseRMSNorm(),  # after the rewrites, which find norms as models write them
         Cut(),  # first, so that everything after it is done once for each distinct block
         ShardBatch(),  # forced, hence before the search, which then sees local sizes
         Place(),

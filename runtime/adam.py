@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from msc.ir.torch_private import fused_adam_
-from msc.runtime.gradients import Stepped, kernel_flag, kernel_rate, step_in_pieces
+from msc.runtime.gradients import Stepped, Taken, kernel_flag, kernel_rate, step_in_pieces
 
 
 def adam(
@@ -23,16 +23,21 @@ def adam(
     decoupled: bool,
     scale: Tensor | None = None,
     skip: Tensor | None = None,
+    kernel: Taken | None = None,
 ) -> Stepped:
     """One step in place; `states` are the first and the second moments.
 
     Equal to `torch.optim.AdamW` where the decay is decoupled, or else to `torch.optim.Adam`; as
     there, a parameter without gradient keeps its value. The step is taken in the dtype of the
-    moments; a parameter of a lower precision is rounded at its end.
+    moments; a parameter of a lower precision is rounded at its end. kernel: takes the step in place
+    of torch's.
     """
+    operands = (parameters, gradients, states, step, lr, betas, eps, weight_decay, decoupled)
+    if kernel is not None and (taken := kernel(*operands, scale, skip)) is not None:
+        return taken  # type: ignore[no-any-return]
     first, second = states
 
-    def kernel(indices: list[int], values: list[Tensor], moved: list[Tensor]) -> None:
+    def torch_kernel(indices: list[int], values: list[Tensor], moved: list[Tensor]) -> None:
         device = values[0].device
         fused_adam_(
             values,
@@ -49,5 +54,5 @@ def adam(
             skip=kernel_flag(skip, device),
         )
 
-    step_in_pieces(kernel, parameters, gradients, first, scale)
+    step_in_pieces(torch_kernel, parameters, gradients, first, scale)
     return tuple(parameters), (tuple(first), tuple(second))

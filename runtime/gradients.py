@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Stepped = tuple[tuple[Tensor, ...], tuple[tuple[Tensor, ...], ...]]
 """Parameters and states after a step."""
+
+Taken = Callable[..., Any]
+"""Kernels that a whole action may take (`msc.codegen.kernel_calls`), on its operands.
+
+They return what the action does, or None where they do not run on this device.
+"""
 
 Kernel = Callable[[list[int], list[Tensor], list[Tensor]], None]
 """`kernel(indices, parameters, gradients)`: a step in place, of tensors of one device and dtype."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from msc.runtime.gradients import Stepped, ready, unless
+from msc.runtime.gradients import Stepped, Taken, ready, unless
 
 
 def lamb_sums(
@@ -21,8 +21,15 @@ def lamb_sums(
     copies: Sequence[int],
     scale: Tensor | None = None,
     skip: Tensor | None = None,
+    kernel: Taken | None = None,
 ) -> tuple[Tensor, tuple[tuple[Tensor, ...], ...]]:
-    """Moves the moments in place; squared norms of parameters and updates, each over its copies."""
+    """Moves the moments in place; squared norms of parameters and updates, each over its copies.
+
+    kernel: does so in place of torch's ops.
+    """
+    operands = (parameters, gradients, states, step, betas, eps, weight_decay, copies)
+    if kernel is not None and (taken := kernel(*operands, scale, skip)) is not None:
+        return taken  # type: ignore[no-any-return]
     first, second = states
     squares: list[Tensor] = []
     updates: list[Tensor] = []
@@ -49,12 +56,16 @@ def lamb(
     eps: float,
     weight_decay: float,
     skip: Tensor | None = None,
+    kernel: Taken | None = None,
 ) -> Stepped:
     """The step itself, in place, in the dtype of the moments.
 
     The updates are computed again from the moments: keeping them would take the memory of the
-    parameters once more.
+    parameters once more. kernel: takes the step in place of torch's ops.
     """
+    operands = (parameters, sums, states, step, lr, betas, eps, weight_decay)
+    if kernel is not None and (taken := kernel(*operands, skip)) is not None:
+        return taken  # type: ignore[no-any-return]
     first, second = states
     of_parameters, of_updates = sums.sqrt().chunk(2)
     exist = (of_parameters > 0) & (of_updates > 0)

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from msc.codegen.devices import on_device
 from msc.codegen.emit import emit
 from msc.codegen.inductor import compile_graph
+from msc.codegen.kernel_calls.choice import choose
 from msc.ir import actions
 from msc.ir.communication import fused_nodes, used_channels, used_groups
 from msc.ir.errors import InputError
@@ -57,7 +58,9 @@ class ProcessExecutor:
         self.memories = _memories(self.groups, rank_graph, timeout)
         if self.groups.device.type != "cpu":
             rank_graph = on_device(rank_graph, self.groups.device)
-        self.emitted = emit(rank_graph, "process", compile_graph if backend == "inductor" else None)
+        self.choice = choose(self.groups.device, [rank_graph])
+        compiler = compile_graph if backend == "inductor" else None
+        self.emitted = emit(rank_graph, "process", compiler, self.choice)
         kind = rank_of or ProcessRank
         self._rt = kind(mesh, rank, self.groups, self.memories, before_update)
         self._program = self.emitted.program

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from msc.codegen.emit import Emitter
+from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.ir.errors import CommunicationError, InputError
 from msc.ir.groups import Group
 from msc.ir.mesh import Mesh
@@ -38,6 +39,7 @@ class VirtualExecutor:
     rendezvous: a send completes only when its receive was posted, as large messages do on NCCL.
     pick: chooses the next rank among those that can go on, for tests of the interleaving; without
         it they take turns in rank order.
+    choice: which calls run in Triton kernels; without it, none.
     """
 
     def __init__(
@@ -47,11 +49,13 @@ class VirtualExecutor:
         *,
         rendezvous: bool = False,
         pick: Pick | None = None,
+        choice: KernelChoice | None = None,
     ) -> None:
         self.mesh = mesh
         self._rendezvous = rendezvous
         self._pick = pick
-        emitter = Emitter("virtual")
+        self._choice = choice
+        emitter = Emitter("virtual", choice=choice)
         emitted: dict[int, Callable[..., Any]] = {}
         self._programs: list[tuple[fx.GraphModule, Callable[..., Any], bool]] = []
         for rank in range(mesh.size):

@@ -1,7 +1,7 @@
 """Every kernel at the shapes that matter: one layer of GPT-3 175B, Llama 3 70B and 405B at tp 8.
 
-`make kernels` compiles all of them for each target. The tiles are such as pass: no spills, within
-shared memory, on Hopper with wgmma. Which of them are fast only a device can tell.
+`make kernels` compiles all of them for each target. The tiles (`tiles.py`) are such as pass: no
+spills, within shared memory, on Hopper with wgmma. Which are fast only a device can tell.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ from msc.codegen.kernels.linear_cross_entropy import LinearCrossEntropy
 from msc.codegen.kernels.norm import Norm
 from msc.codegen.kernels.optimizer import PIECE, Moments
 from msc.codegen.kernels.protocol import splits_for
+from msc.codegen.kernels.tiles import (
+    attention_tiles,
+    epilogue_tiles,
+    gated_tiles,
+    gemm_tiles,
+    scatter_tiles,
+    several_tiles,
+)
 
 TP = 8
 TOKENS = 8192
@@ -70,63 +78,6 @@ GPT3_175B = Model("gpt3-175b", 12288, 4 * 12288, 96, 96, 51200, False, "layer")
 LLAMA3_70B = Model("llama3-70b", 8192, 28672, 64, 8, 128256, True, "rms")
 LLAMA3_405B = Model("llama3-405b", 16384, 53248, 128, 8, 128256, True, "rms")
 MODELS = (GPT3_175B, LLAMA3_70B, LLAMA3_405B)
-
-
-def gemm_tiles(target: Target) -> Tiles:
-    """Tiles of a product that stores its result and nothing more."""
-    if target.has_tensor_memory_accelerator:
-        return Tiles(128, 256, 64, warps=8, stages=4, parts=2)
-    return Tiles(128, 256, 32, warps=8, stages=3)
-
-
-def epilogue_tiles(target: Target) -> Tiles:
-    """Tiles where an epilogue reads and stores more."""
-    if target.has_tensor_memory_accelerator:
-        return Tiles(128, 256, 64, warps=8, stages=3, parts=2)
-    return Tiles(128, 128, 32, warps=8, stages=4)
-
-
-def gated_tiles(target: Target) -> Tiles:
-    """Tiles of two products at once, gate and up."""
-    if target.has_tensor_memory_accelerator:
-        return Tiles(128, 128, 64, warps=8, stages=3)
-    return Tiles(128, 64, 32, warps=8, stages=4)
-
-
-def scatter_tiles(target: Target) -> Tiles:
-    """Tiles of a product whose tiles are not stored as they are, or go to other ranks."""
-    if target.has_tensor_memory_accelerator:
-        return Tiles(128, 256, 64, warps=8, stages=4)
-    return Tiles(128, 128, 32, warps=8, stages=4)
-
-
-def several_tiles(target: Target) -> Tiles:
-    """Tiles for several weights, whose blocks are read through pointers."""
-    if target.has_tensor_memory_accelerator:
-        return Tiles(128, 128, 64, warps=8, stages=4)
-    return Tiles(128, 128, 32, warps=8, stages=4)
-
-
-@dataclass(frozen=True)
-class AttentionTiles:
-    """Of each of attention's kernels."""
-
-    forward: Tiles
-    delta: Tiles
-    keys: Tiles
-    queries: Tiles
-
-
-def attention_tiles(target: Target, grouped: bool) -> AttentionTiles:
-    """grouped: several heads share keys and values, so that a program adds up what they give."""
-    delta = Tiles(64, 0, 0, warps=4, stages=1)
-    if target.has_tensor_memory_accelerator:
-        forward, queries = Tiles(128, 128, 0, stages=2), Tiles(128, 64, 0, stages=2)
-        keys = Tiles(32, 64 if grouped else 128, 0, stages=2)
-    else:
-        forward, queries = Tiles(128, 64, 0, stages=2), Tiles(128, 32, 0, stages=2)
-        keys = Tiles(64, 64, 0, stages=2)
-    return AttentionTiles(forward, delta, keys, queries)
 
 
 def kernels(target: Target) -> list[Kernel]:

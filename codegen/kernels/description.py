@@ -9,12 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of device. `shared_limit`: bytes of shared memory that one program may use."""
+    """A kind of device. `shared_limit`: bytes of shared memory that one program may use.
+
+    interpreted: kernels run in Triton's interpreter on the CPU, where few large tiles are fastest.
+    """
 
     name: str
     capability: int
     shared_limit: int
     processors: int
+    interpreted: bool = False
 
     @property
     def has_tensor_memory_accelerator(self) -> bool:
@@ -25,6 +29,7 @@ class Target:
 SM_80 = Target("sm_80", 80, 166_912, 108)
 SM_90 = Target("sm_90", 90, 232_448, 132)
 TARGETS = (SM_80, SM_90)
+INTERPRETER = Target("interpreter", 80, 166_912, 2, interpreted=True)
 
 
 @dataclass(frozen=True)

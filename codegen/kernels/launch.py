@@ -15,6 +15,10 @@ from msc.codegen.kernels.description import Kernel
 _SEEN: dict[str, Any] = {}
 
 
+class KernelError(Exception):
+    """A kernel cannot be used on this device: it does not compile, or asks for too much of it."""
+
+
 def function(kernel: Kernel) -> Any:
     """The kernel as Triton's function object, made once per text.
 
@@ -62,6 +66,22 @@ def bind(kernel: Kernel, values: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(
         _bound(kernel, argument.name, values[argument.name]) for argument in kernel.arguments
     )
+
+
+def prepare(kernel: Kernel, values: Mapping[str, Any]) -> None:
+    """Compile the kernel for these arguments and load it, without running it.
+
+    Raises `KernelError` where that fails, whatever Triton raises.
+    """
+    arguments = bind(kernel, values)
+    try:
+        made = function(kernel)
+        if not interpreting():
+            compiled = made.warmup(*arguments, grid=kernel.grid, **kernel.options)
+            _ = compiled.run  # loads it, which is when registers and shared memory are counted
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()
+        raise KernelError(f"{kernel.name} does not compile: {' '.join(reason)[:300]}") from error
 
 
 def launch(kernel: Kernel, values: Mapping[str, Any]) -> None:

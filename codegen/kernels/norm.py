@@ -61,7 +61,7 @@ def norm_backward($arguments):
         at = $row * WIDTH + columns
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         gradient = tl.load(gy + at, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(rstd + row)
+        scale = tl.load(rstd + row)$wide
         <<center>>
         value = value * scale
         slope = gradient * gain
@@ -85,11 +85,12 @@ def norm_weight_gradient($arguments):
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         gradient = tl.load(gy + at, mask=inside, other=0.0).to(tl.float32)
         <<center>>
-        value = value * tl.load(rstd + row)
+        value = value * tl.load(rstd + row)$wide
         <<sums>>
     <<store>>
 """
 
+_STATISTICS = ("mean", "rstd")
 _CENTER_AGAIN = "value = tl.where(inside, value - tl.load(mean + row), 0.0)"
 
 
@@ -97,7 +98,8 @@ _CENTER_AGAIN = "value = tl.where(inside, value - tl.load(mean + row), 0.0)"
 class Norm:
     """y = (x - mean) / sqrt(var + eps) * weight + bias of each row; "rms" has no mean and no bias.
 
-    x, y: [rows, width] of dtype; weight, bias: [width] of dtype; mean, rstd: float32 [rows].
+    x, y: [rows, width] of dtype; weight, bias: [width] of dtype; mean, rstd: [rows] of
+    `statistics`, computed in float32. shift: whether a "layer" has a bias.
     residual: what is normalized is `summed` = x + residual, which is stored too; in the backward,
     its other gradient is added to dx. Gradients of weight and bias: float32 [programs, width].
     """
@@ -109,6 +111,8 @@ class Norm:
     target: Target
     eps: float = 1e-5
     residual: bool = False
+    shift: bool = True
+    statistics: str = "float32"
 
     def __post_init__(self) -> None:
         check_dtype("norm", self.dtype)
@@ -119,13 +123,18 @@ class Norm:
 
     @property
     def layer(self) -> bool:
-        """Whether it has a mean and a bias."""
+        """Whether it has a mean."""
         return self.kind == "layer"
+
+    @property
+    def shifted(self) -> bool:
+        """Whether it has a bias."""
+        return self.layer and self.shift
 
     @property
     def label(self) -> str:
         """Its part of a kernel's name."""
-        residual = "_residual" * self.residual
+        residual = "_residual" * self.residual + "_unshifted" * (self.layer and not self.shift)
         return f"{self.kind}{residual}_{self.rows}x{self.width}_{short(self.dtype)}"
 
     @property
@@ -151,7 +160,7 @@ class Norm:
 
 def emit_forward(norm: Norm) -> Kernel:
     """x [, residual], weight [, bias] -> y [, summed] [, mean], rstd."""
-    names = ["x", *["residual"] * norm.residual, "weight", *["bias"] * norm.layer, "y"]
+    names = ["x", *["residual"] * norm.residual, "weight", *["bias"] * norm.shifted, "y"]
     names += ["summed"] * norm.residual
     statistics = [*["mean"] * norm.layer, "rstd"]
     text = fill(
@@ -162,7 +171,7 @@ def emit_forward(norm: Norm) -> Kernel:
         residual=fill(RESIDUAL, dtype=norm.dtype) if norm.residual else "",
         center=CENTER if norm.layer else "",
         shift="result += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)"
-        if norm.layer
+        if norm.shifted
         else "",
     )
     return _kernel(norm, "norm_forward", text, _arguments(norm, names, statistics))
@@ -177,6 +186,7 @@ def emit_backward(norm: Norm) -> Kernel:
         BACKWARD,
         arguments=", ".join([*names, *numbers]),
         row=_row(norm),
+        wide=_wide(norm),
         dtype=norm.dtype,
         zeros=_zeros(sums),
         center=_CENTER_AGAIN if norm.layer else "",
@@ -199,6 +209,7 @@ def emit_weight_gradient(norm: Norm) -> Kernel:
         WEIGHT,
         arguments=", ".join([*names, *numbers]),
         row=_row(norm),
+        wide=_wide(norm),
         zeros=_zeros(sums),
         center=_CENTER_AGAIN if norm.layer else "",
         sums=_adds(sums),
@@ -210,7 +221,11 @@ def emit_weight_gradient(norm: Norm) -> Kernel:
 
 
 def _sums(norm: Norm) -> list[str]:
-    return ["dw_parts", *["db_parts"] * norm.layer]
+    return ["dw_parts", *["db_parts"] * norm.shifted]
+
+
+def _wide(norm: Norm) -> str:
+    return "" if norm.statistics == "float32" else ".to(tl.float32)"
 
 
 def _zeros(sums: list[str]) -> str:
@@ -234,7 +249,10 @@ def _row(norm: Norm) -> str:
 def _arguments(norm: Norm, names: list[str], numbers: list[str]) -> tuple[Argument, ...]:
     return (
         *(Argument(name, "pointer", norm.dtype) for name in names),
-        *(Argument(name, "pointer", "float32") for name in numbers),
+        *(
+            Argument(name, "pointer", norm.statistics if name in _STATISTICS else "float32")
+            for name in numbers
+        ),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import nn
 
 from msc.explanation.communication import totals
@@ -64,7 +66,9 @@ def explain(program: Program, explainer: Explainer | None, module: str | None) -
         raise UserError(f"module is {module!r}; it is the name of a module, layer or parameter.")
     if explainer is None:
         return _explain_loaded(program, module)
-    return explainer.overview() if module is None else explainer.why(module)
+    if module is not None:
+        return explainer.why(module)
+    return dataclasses.replace(explainer.overview(), kernels=program.kernels().lines)
 
 
 _LOADED = (
@@ -86,6 +90,7 @@ def _explain_loaded(program: Program, module: str | None) -> Explanation:
         totals=totals(program.rank_graphs, program.class_names, None, program.mesh),
         fallbacks=program.report.fallbacks,
         notes=program.report.notes,
+        kernels=program.kernels().lines,
         missing=_LOADED,
     )
 

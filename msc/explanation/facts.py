@@ -133,7 +133,8 @@ class Explanation:
     """Where a program's values lie and what it sends; printing it shows it as text.
 
     cluster: its name; without one costs are in units of the cost model.
-    reasons: of one module, where one was asked for. missing: what cannot be said, with the reason.
+    kernels: which ops run in Triton kernels, and why. reasons: of one module, where one was asked
+    for. missing: what cannot be said, with the reason.
     """
 
     mesh: str
@@ -143,6 +144,7 @@ class Explanation:
     totals: tuple[Total, ...] = ()
     fallbacks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
     reasons: Reasons | None = None
     missing: str = ""
 

@@ -27,7 +27,12 @@ def to_text(explanation: Explanation) -> str:
         lines += ["", *_reasons(explanation.reasons, explanation)]
     if explanation.totals:
         lines += ["", "collectives of one rank per step", *_totals(explanation)]
-    for title, found in (("fallbacks", explanation.fallbacks), ("notes", explanation.notes)):
+    sections = {
+        "kernels": explanation.kernels,
+        "fallbacks": explanation.fallbacks,
+        "notes": explanation.notes,
+    }
+    for title, found in sections.items():
         if found:
             lines += ["", title, *(f"  {line}" for line in found)]
     return "\n".join([*lines, "", LEGEND])

@@ -36,5 +36,10 @@ DUMP = Flag("MSC_DUMP", "Folder for one numbered text file per pass that changed
 LOG = Flag("MSC_LOG", "1 prints one line per pass to stderr: changes, nodes and CPU time.")
 STOP_AFTER = Flag("MSC_STOP_AFTER", "Name of the pass after which compilation stops.")
 SKIP = Flag("MSC_SKIP", "Names of passes to leave out, with commas between them.")
+TRITON = Flag(
+    "MSC_TRITON",
+    "Where Triton kernels run: interpret, in its interpreter on the CPU; all, on CUDA also where "
+    "its own library is preferred; off, nowhere.",
+)
 
-FLAGS = (DUMP, LOG, STOP_AFTER, SKIP)
+FLAGS = (DUMP, LOG, STOP_AFTER, SKIP, TRITON)

@@ -16,8 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
+from msc.ir.ops.library import HALF_DTYPES
 from msc.passes.normalize.rewrite import Emitter, aten, named_arguments, shape_of
 from msc.passes.rewrites.origins import Origins
 
@@ -45,6 +47,15 @@ class Norm:
     def describe(self) -> str:
         """Its form in words."""
         return " ".join(self.form)
+
+    @property
+    def eps(self) -> float:
+        """What is added to the mean square, or the variance."""
+        text = self.form[1].removeprefix("eps=")
+        if text == "None":  # of `aten.rms_norm`: the smallest step of the dtype it computes in
+            dtype: torch.dtype = self.call.args[0].meta["val"].dtype  # type: ignore[union-attr]
+            return torch.finfo(torch.float32 if dtype in HALF_DTYPES else dtype).eps
+        return float(text)
 
     @property
     def call(self) -> fx.Node:

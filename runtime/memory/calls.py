@@ -6,6 +6,7 @@ lie in the memory of an operand or in memory of their own; while it runs it may 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from msc.codegen.fast_calls import FAST_CALLS
 from msc.codegen.in_place import in_place_calls
+from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.codegen.lifetime import reuses_total
 from msc.ir import actions
 from msc.ir.communication import FUSED, STARTS, WAITS
@@ -59,12 +61,13 @@ class CallMemory:
 class CallMemories:
     """Finds what calls allocate; equal calls are run once, in whatever graph they stand."""
 
-    def __init__(self) -> None:
+    def __init__(self, choice: KernelChoice | None = None) -> None:
+        self._choice = choice
         self._known: dict[Any, tuple[Any, CallMemory]] = {}
 
     def of(self, gm: fx.GraphModule) -> dict[fx.Node, CallMemory]:
         """Of each computing call of a graph; not of items, communication and called graphs."""
-        return _Runner(gm, self._known).run()
+        return _Runner(gm, self._known, self._choice).run()
 
 
 class _FakeMeter(StorageMeter):  # type: ignore[no-untyped-call]
@@ -79,8 +82,14 @@ class _FakeMeter(StorageMeter):  # type: ignore[no-untyped-call]
 
 
 class _Runner:
-    def __init__(self, gm: fx.GraphModule, known: dict[Any, tuple[Any, CallMemory]]) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        known: dict[Any, tuple[Any, CallMemory]],
+        choice: KernelChoice | None,
+    ) -> None:
         self.gm = gm
+        self.choice = choice
         self.known = known
         self.mode = FakeTensorMode()
         self.values: dict[fx.Node, Any] = {}
@@ -128,16 +137,20 @@ class _Runner:
     def _function(self, node: fx.Node, args: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
         """What generated code calls for a node, and with which arguments."""
         target: Any = node.target
+        call = None if self.choice is None else self.choice.of(node)
         if target in FUSED:
             return UNFUSED[FUSED[target]], args
         if target in actions.ACTIONS:
             name = target.__name__
             in_place = target is actions.accumulate and args[0] is not None and reuses_total(node)
-            return getattr(self.local, name + ("_" if in_place else "")), args
+            action = getattr(self.local, name + ("_" if in_place else ""))
+            return action if call is None else functools.partial(action, kernel=call), args
         if node in self.in_place:
             function, index = self.in_place[node]
+            if call is not None:
+                function = call.overwriting(function)
             return function, (args[index], *args[:index], *args[index + 1 :])
-        return KERNELS.get(target) or FAST_CALLS.get(target, target), args
+        return call or KERNELS.get(target) or FAST_CALLS.get(target, target), args
 
 
 def _measure(

@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.codegen.lifetime import last_uses, unpacked
 from msc.cost.flops import nbytes
 from msc.ir import actions
@@ -32,10 +33,13 @@ from msc.runtime.memory.calls import CallMemories, CallMemory, Fresh, Operand
 
 
 class MemoryPredictor:
-    """Predicts the memory of rank graphs; what graphs have in common is looked at once."""
+    """Predicts the memory of rank graphs; what graphs have in common is looked at once.
 
-    def __init__(self) -> None:
-        self._calls = CallMemories()
+    choice: which calls run in Triton kernels; without it, none.
+    """
+
+    def __init__(self, choice: KernelChoice | None = None) -> None:
+        self._calls = CallMemories(choice)
 
     def bytes(self, graph: fx.GraphModule) -> int:
         """The most bytes that are alive at once during a step of a rank graph.

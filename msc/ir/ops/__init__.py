@@ -6,6 +6,7 @@ from msc.ir.ops import embedding as _embedding
 from msc.ir.ops import fused_collectives as _fused_collectives
 from msc.ir.ops import linear as _linear
 from msc.ir.ops import loss as _loss
+from msc.ir.ops import norm as _norm
 from msc.ir.ops import random as _random
 from msc.ir.ops import repad as _repad
 from msc.ir.ops import statistics as _statistics
@@ -21,6 +22,7 @@ FAMILIES = (
     _fused_collectives,
     _linear,
     _loss,
+    _norm,
     _random,
     _repad,
     _statistics,

@@ -21,11 +21,11 @@ from greenlet import getcurrent
 
 from msc.codegen.kernels.description import Kernel
 from msc.codegen.kernels.launch import bind, function
+from msc.codegen.kernels.numerics import exact_bfloat16
+from msc.codegen.kernels.patching import replaced
 from msc.testing.interpreter.assembly import PROXY_FENCE, Results, fences
 from msc.testing.interpreter.copy_engine import CopyEngine
 from msc.testing.interpreter.memory import Memory
-from msc.testing.interpreter.numerics import exact_bfloat16
-from msc.testing.interpreter.patching import replaced
 from msc.testing.interpreter.tasks import Launch, Task
 
 STEP_LIMIT = 2_000_000

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from msc.codegen.kernels.numerics import exact_bfloat16
+from msc.codegen.kernels.patching import replaced
 from msc.testing.interpreter.assembly import Results, fences
-from msc.testing.interpreter.numerics import exact_bfloat16
-from msc.testing.interpreter.patching import replaced
 
 
 @contextmanager

@@ -279,6 +279,12 @@ def _rms_norm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return draw.normal(shape), normalized, weight, 1e-5
 
 
+@samples(msc_ops.rms_norm)
+def _msc_rms_norm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1, 4)
+    return draw.normal(shape), draw.unit(shape[-1:]), 1e-5
+
+
 @samples(aten.group_norm)
 def _group_norm(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     groups, channels = draw.pick([1, 2, 3, 6]), draw.pick([1, 2, 4])

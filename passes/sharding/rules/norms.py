@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import ops
 
+import msc.ir.ops  # noqa: F401  registers them
 from msc.passes.sharding.rule import Dims, LocalCall, Localized, Rule
 from msc.passes.sharding.rules.binding import EMPTY, Bound, derived, dims_of, with_arguments
 from msc.passes.sharding.rules.notation import from_notation, line
 
-aten = ops.aten
+aten, msc_ops = ops.aten, ops.msc
 
 
 def _over_last(bound: Bound) -> Rule:
@@ -53,5 +54,6 @@ NORMS = [
     derived(_batch_norm, aten.batch_norm),
     line("nc...,c,c,c,c->nc...", aten.instance_norm, whole="..."),
     derived(_over_last, aten.layer_norm, aten.native_layer_norm, aten.rms_norm),
+    line("...n,n->...n,...", msc_ops.rms_norm, whole="n"),
     derived(_group_norm, aten.group_norm),
 ]

@@ -66,6 +66,12 @@ def _loss_backward(dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
     return _floats(2, 3).to(lse.dtype), _floats(2, 3).to(lse.dtype), logits, target, lse
 
 
+def _norm_backward(dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
+    x, weight = _swapped(2, 3, 4, dtype=dtype), _floats(4, dtype=dtype)
+    _, rstd = _msc.rms_norm(x, weight, 1e-3)
+    return _floats(2, 3, 4, dtype=dtype), x, weight, rstd
+
+
 def _key() -> Tensor:
     return torch.tensor(12345)
 
@@ -106,6 +112,10 @@ SAMPLES = [
     Sample(_msc.nll_terms.default, lambda: (*_loss(bf16), _start())),
     Sample(_msc.nll_terms_backward.default, _loss_backward),
     Sample(_msc.nll_terms_backward.default, lambda: (*_loss_backward(bf16), _start())),
+    Sample(_msc.rms_norm.default, lambda: (_swapped(2, 3, 4), _floats(4), 1e-3), (0, 1)),
+    Sample(_msc.rms_norm.default, lambda: (_floats(4, dtype=bf16), _floats(4, dtype=bf16), 1e-3)),
+    Sample(_msc.rms_norm_backward.default, _norm_backward),
+    Sample(_msc.rms_norm_backward.default, lambda: _norm_backward(bf16)),
     Sample(_msc.rng_key.default, lambda: (torch.tensor([7, 8]), 3)),
     Sample(_msc.training_value.default, lambda: (_floats(2, 3), _floats(2, 3)), (0,)),
     Sample(_msc.dropout.default, lambda: (_floats(2, 3), 0.5, _key(), [None, None], [2, 3]), (0,)),

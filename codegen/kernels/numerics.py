@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from msc.testing.interpreter.patching import replaced
+from msc.codegen.kernels.patching import replaced
 
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
 

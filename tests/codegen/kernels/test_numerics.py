@@ -11,9 +11,9 @@ from torch import Tensor
 
 from msc.codegen.kernels.description import SM_90, Argument, Kernel
 from msc.codegen.kernels.launch import launch
+from msc.codegen.kernels.numerics import to_bfloat16, widen
 from msc.codegen.kernels.source import module
 from msc.testing.interpreter import interpreted
-from msc.testing.interpreter.numerics import to_bfloat16, widen
 
 SIZE = 256
 

@@ -1,0 +1,238 @@
+"""Which calls of a program run in kernels, and why: from shapes, dtypes and the target alone.
+
+Every op that has kernels is looked at, whether it gets one or not; ops without kernels (views,
+pointwise ops, embeddings) are none of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from msc.codegen.fast_calls import FAST_CALLS
+from msc.codegen.kernel_calls.attention import attention, attention_backward
+from msc.codegen.kernel_calls.call import KernelCall, Plan
+from msc.codegen.kernel_calls.cross_entropy import nll_terms, nll_terms_backward
+from msc.codegen.kernel_calls.device import Kernels, kernels_on
+from msc.codegen.kernel_calls.dropout import dropout
+from msc.codegen.kernel_calls.linear import linear, linear_dgrad, linear_wgrad
+from msc.codegen.kernel_calls.norm import (
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
+from msc.codegen.kernel_calls.optimizer import adam, lamb, lamb_sums
+from msc.codegen.kernels.description import Kernel, Target
+from msc.ir import actions
+from msc.ir.communication import graphs_below
+from msc.ir.errors import PlanError
+from msc.ir.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from msc.ir.ops.library import KERNELS
+from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from msc.ir.ops.loss import NLL_TERMS, NLL_TERMS_BACKWARD
+from msc.ir.ops.norm import RMS_NORM, RMS_NORM_BACKWARD
+from msc.ir.ops.random import DROPOUT
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OpKernels:
+    """An op that has kernels.
+
+    maker: `maker(target, *args, **kwargs)` says how they compute a call, or raises `PlanError` with
+    the reason why not. why: what they are better at. library: why the library of CUDA is preferred
+    to them, where it is.
+    """
+
+    maker: Callable[..., Plan]
+    why: str
+    library: str = ""
+
+
+def _unfused(target: Target, *args: Any, **kwargs: Any) -> Plan:
+    raise PlanError(
+        "no executor runs the kernel that hides the collective: it and the products follow each "
+        "other, the products in ATen"
+    )
+
+
+_PRODUCT = (
+    "bias and sum in the product's own pass",
+    "cuBLAS adds bias and sum in its own call, and no kernel has been seen to beat it",
+)
+_ATTENTION = "the scores are never in memory"
+_NORM = "statistics and result in one pass over the rows"
+_LOSS = "no exponentials in memory"
+_STEP = "all tensors in one launch; gradients are scaled and cast as they are read"
+
+OPS: dict[Any, OpKernels] = {
+    LINEAR: OpKernels(linear, *_PRODUCT),
+    LINEAR_DGRAD: OpKernels(linear_dgrad, *_PRODUCT),
+    LINEAR_WGRAD: OpKernels(linear_wgrad, *_PRODUCT),
+    ATTENTION: OpKernels(attention, _ATTENTION),
+    ATTENTION_BACKWARD: OpKernels(attention_backward, _ATTENTION),
+    aten.native_layer_norm.default: OpKernels(layer_norm, _NORM),
+    aten.native_layer_norm_backward.default: OpKernels(layer_norm_backward, _NORM),
+    RMS_NORM: OpKernels(rms_norm, _NORM),
+    RMS_NORM_BACKWARD: OpKernels(rms_norm_backward, _NORM),
+    NLL_TERMS: OpKernels(nll_terms, _LOSS),
+    NLL_TERMS_BACKWARD: OpKernels(nll_terms_backward, _LOSS),
+    DROPOUT: OpKernels(dropout, "the bits of an element are made where it is read"),
+    actions.adam: OpKernels(adam, _STEP),
+    actions.lamb_sums: OpKernels(lamb_sums, _STEP),
+    actions.lamb: OpKernels(lamb, _STEP),
+    ALL_GATHER_MATMUL: OpKernels(_unfused, ""),
+    MATMUL_REDUCE_SCATTER: OpKernels(_unfused, ""),
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of equal calls of an op: of the same shapes and dtypes.
+
+    where: " in " and the first one's module path, if it has one. calls: in the distinct graphs.
+    kernels: names; none where ATen computes it.
+    """
+
+    op: str
+    where: str
+    calls: int
+    kernels: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        by = f"Triton, {', '.join(self.kernels)}" if self.kernels else "ATen"
+        more = f" and {self.calls - 1} more" if self.calls > 1 else ""
+        return f"{self.op}{self.where}{more}: {by}: {self.reason}"
+
+
+class _Entry:
+    def __init__(self, op: str, where: str, call: KernelCall | None, reason: str) -> None:
+        self.op = op
+        self.where = where
+        self.call = call
+        self.reason = reason
+        self.nodes: dict[fx.Node, None] = {}
+
+
+class KernelChoice:
+    """The choice for each call of the graphs that are looked at, and the kernels it takes."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self._entries: dict[Any, _Entry] = {}
+
+    def of(self, node: fx.Node) -> KernelCall | None:
+        """What computes a call; None where it is ATen's."""
+        entry = self._entry(node)
+        return None if entry is None else entry.call
+
+    def look_at(self, graphs: Iterable[fx.GraphModule]) -> KernelChoice:
+        """Choose for every call of some rank graphs, and of the graphs that they call."""
+        for rank_graph in graphs:
+            for gm in graphs_below(rank_graph):
+                for node in gm.graph.nodes:
+                    self.of(node)
+        return self
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """All of them, in the order in which they were made."""
+        return [
+            Decision(
+                entry.op,
+                entry.where,
+                len(entry.nodes),
+                () if used is None else tuple(kernel.name for kernel in used.kernels),
+                entry.reason if entry.call is None else entry.call.failure or entry.reason,
+            )
+            for entry in self._entries.values()
+            for used in [None if entry.call is None or entry.call.failure else entry.call]
+        ]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All decisions as text, or why there is nothing to decide."""
+        if self.kernels.target is None:
+            return (f"ATen computes every op: {self.kernels.reason}",)
+        place = f"Triton kernels on {self.kernels.target.name}: {self.kernels.reason}"
+        return (place, *map(str, self.decisions))
+
+    @property
+    def sources(self) -> list[Kernel]:
+        """The distinct kernels, by name and text: what is loaded to run."""
+        found: dict[str, Kernel] = {}
+        for entry in self._entries.values():
+            for kernel in entry.call.kernels if entry.call is not None else ():
+                found.setdefault(kernel.source, kernel)
+        return sorted(found.values(), key=lambda kernel: (kernel.name, kernel.source))
+
+    def _entry(self, node: fx.Node) -> _Entry | None:
+        op = OPS.get(node.target) if node.op == "call_function" else None
+        if op is None or self.kernels.target is None:
+            return None
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+        key = (node.target, _described((args, kwargs)))
+        if key not in self._entries:
+            self._entries[key] = self._made(node, op, args, kwargs)
+        entry = self._entries[key]
+        entry.nodes[node] = None
+        return entry
+
+    def _made(self, node: fx.Node, op: OpKernels, args: Any, kwargs: Mapping[str, Any]) -> _Entry:
+        target: Any = node.target
+        acts = target in actions.ACTIONS
+        name = target.__name__ if acts else str(target).removesuffix(".default")
+        path = node.meta.get("module_path")
+        where = f" in {path}" if path else ""
+        if op.library and not self.kernels.everywhere:
+            return _Entry(name, where, None, op.library)
+        try:
+            plan = op.maker(self.kernels.target, *args, **kwargs)
+        except PlanError as error:
+            return _Entry(name, where, None, str(error))
+        known: Any = KERNELS.get(target) or FAST_CALLS.get(target, target)
+        call = KernelCall(name, where, plan, _not_taken if acts else known)
+        return _Entry(name, where, call, op.why)
+
+
+def _not_taken(*args: Any, **kwargs: Any) -> None:
+    """What an action's kernels return where they failed: the executor then takes the step."""
+
+
+def _described(value: Any) -> Any:
+    """A key in which tensors stand as shape and dtype."""
+    leaves, spec = pytree.tree_flatten(value)
+    return spec, tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+        for leaf in leaves
+    )
+
+
+def choose(device: torch.device, graphs: Iterable[fx.GraphModule]) -> KernelChoice:
+    """The choice for a device, with a warning where `MSC_TRITON` asks for what there is not."""
+    choice = KernelChoice(kernels_on(device)).look_at(graphs)
+    missing = _missing(choice)
+    if missing:
+        warnings.warn(missing, RuntimeWarning, stacklevel=2)
+    return choice
+
+
+def _missing(choice: KernelChoice) -> str:
+    if not choice.kernels.asked:
+        return ""
+    if choice.kernels.target is None:
+        return f"No Triton kernels are used: {choice.kernels.reason}."
+    lines = [f"  {each}" for each in choice.decisions if not each.kernels]
+    return (
+        "\n".join(["These calls have no Triton kernel and run in ATen:", *lines]) if lines else ""
+    )

@@ -1,0 +1,174 @@
+"""LayerNorm and the root mean square norm: `aten.native_layer_norm`, `msc.rms_norm`, gradients.
+
+The statistics that the forward keeps are those of the op, mean and 1 / std of each row: the
+backward of either kind may follow the forward of the other. ATen has them on the CPU in the dtype
+of x, on CUDA in float32 for half types; `msc.rms_norm` in float32 for half types everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msc.codegen.kernel_calls.call import Launches, Plan, dense, name_of
+from msc.codegen.kernels import column_sums, norm
+from msc.codegen.kernels.description import Kernel, Target
+from msc.codegen.kernels.norm import Norm
+from msc.ir.errors import PlanError
+
+
+def layer_norm(
+    target: Target,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Plan:
+    """`native_layer_norm`: y, mean and rstd."""
+    own = _norm(target, x, normalized_shape, weight, bias, eps)
+    kernel = norm.emit_forward(own)
+    kept = getattr(torch, own.statistics)
+
+    def run(
+        x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Launches, tuple[Tensor, Tensor, Tensor]]:
+        y = x.new_empty(x.shape)
+        leading = (*x.shape[: x.dim() - len(shape)], *[1] * len(shape))
+        mean, rstd = (x.new_empty(leading, dtype=kept) for _ in range(2))
+        values = {"x": dense(x), "weight": dense(weight), "y": y, "mean": mean, "rstd": rstd}
+        if bias is not None:
+            values["bias"] = dense(bias)
+        return [(kernel, values)], (y, mean, rstd)
+
+    return Plan((kernel,), run)
+
+
+def layer_norm_backward(
+    target: Target,
+    gy: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> Plan:
+    """`native_layer_norm_backward`: the gradients of x, weight and bias that are asked for."""
+    own = _norm(target, x, normalized_shape, weight, bias, 0.0)
+    if gy.dtype != x.dtype:
+        raise PlanError(f"norm: kernels take one dtype, not {name_of(gy.dtype)} for its gradient")
+    kernels = _Backward(own)
+    kept = getattr(torch, own.statistics)
+
+    def run(
+        gy: Tensor,
+        x: Tensor,
+        shape: Sequence[int],
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        wanted: Sequence[bool],
+    ) -> tuple[Launches, tuple[Tensor | None, ...]]:
+        known = {"gy": dense(gy), "x": dense(x)}
+        known |= {"mean": dense(mean.to(kept)), "rstd": dense(rstd.to(kept))}
+        dx = x.new_empty(x.shape)
+        dw = x.new_empty(weight.shape)
+        db = None if bias is None else x.new_empty(weight.shape)
+        parts = {"dw_parts": dw} | ({} if db is None else {"db_parts": db})
+        launches = kernels.launches(known, weight, dx, parts)
+        results = zip((dx, dw, db), wanted, strict=True)
+        return launches, tuple(value if want else None for value, want in results)
+
+    return Plan(kernels.all, run)
+
+
+def rms_norm(target: Target, x: Tensor, weight: Tensor, eps: float) -> Plan:
+    """`msc.rms_norm`: y and rstd."""
+    own = _rms(target, x, weight, eps)
+    kernel = norm.emit_forward(own)
+
+    def run(x: Tensor, weight: Tensor, eps: float) -> tuple[Launches, tuple[Tensor, Tensor]]:
+        y = x.new_empty(x.shape)
+        rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        values = {"x": dense(x), "weight": dense(weight), "y": y, "rstd": rstd}
+        return [(kernel, values)], (y, rstd)
+
+    return Plan((kernel,), run)
+
+
+def rms_norm_backward(target: Target, gy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Plan:
+    """`msc.rms_norm_backward`: the gradients of x and weight."""
+    own = _rms(target, x, weight, 0.0)
+    kernels = _Backward(own)
+
+    def run(
+        gy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+    ) -> tuple[Launches, tuple[Tensor, Tensor]]:
+        dx, dw = x.new_empty(x.shape), x.new_empty(weight.shape)
+        known = {"gy": dense(gy), "x": dense(x), "rstd": dense(rstd)}
+        return kernels.launches(known, weight, dx, {"dw_parts": dw}), (dx, dw)
+
+    return Plan(kernels.all, run)
+
+
+class _Backward:
+    """The kernels of a norm's gradients: of x, of parts of weight and bias, and their sums."""
+
+    def __init__(self, own: Norm) -> None:
+        self.own = own
+        self.rows = norm.emit_backward(own)
+        self.parts = () if own.sums_in_backward else (norm.emit_weight_gradient(own),)
+        self.total = column_sums.emit(own.programs, own.width, own.dtype, own.target)
+        self.all = (self.rows, *self.parts, self.total)
+
+    def launches(
+        self, known: dict[str, Tensor], weight: Tensor, dx: Tensor, wanted: dict[str, Tensor]
+    ) -> Launches:
+        """known: what all of them read; wanted: what is summed, by the name of its parts."""
+        size = (self.own.programs, self.own.width)
+        sums = {name: dx.new_empty(size, dtype=torch.float32) for name in wanted}
+        inside = {} if self.parts else sums
+        found: list[tuple[Kernel, dict[str, Any]]] = [
+            (self.rows, known | {"weight": dense(weight), "dx": dx} | inside)
+        ]
+        found += [(kernel, known | sums) for kernel in self.parts]
+        found += [(self.total, {"parts": sums[name], "total": wanted[name]}) for name in wanted]
+        return found
+
+
+def _rms(target: Target, x: Tensor, weight: Tensor, eps: float) -> Norm:
+    if not x.numel():
+        raise PlanError("norm: there are no rows")
+    width = x.shape[-1]
+    return Norm("rms", x.numel() // width, width, name_of(x.dtype), target, eps)
+
+
+def _norm(
+    target: Target,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Norm:
+    if weight is None:
+        raise PlanError("norm: the kernel scales by a weight, and this LayerNorm has none")
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    found = {name_of(value.dtype) for value in operands}
+    if len(found) > 1:
+        raise PlanError(f"norm: kernels take one dtype, not {' and '.join(sorted(found))}")
+    width = math.prod(normalized_shape)
+    if not x.numel():
+        raise PlanError("norm: there are no rows")
+    dtype = name_of(x.dtype)
+    statistics = dtype if target.interpreted else "float32"
+    shift = bias is not None
+    rows = x.numel() // width
+    return Norm("layer", rows, width, dtype, target, eps, shift=shift, statistics=statistics)
