@@ -22,9 +22,9 @@ from msc.passes.forward_only import forward_only
 from msc.program import Program
 from msc.progress import Log, TrainingProgress, show
 from msc.ranks import is_lost_peer, join
-from msc.run_folder import open_ring
+from msc.run_folder import open_recorder
+from msc.runtime.diagnosis.recorder import Recorder
 from msc.runtime.diagnosis.recording import RecordingRank
-from msc.runtime.diagnosis.ring import Ring
 from msc.runtime.process import Backend, ProcessExecutor
 
 
@@ -69,7 +69,7 @@ class Trainer:
             device: "cpu" or "cuda"; None takes CUDA where there is one.
             timeout_s: how long a rank waits for another before it gives up.
             checkpoint: where to save, and to resume from; `step` says where the run stands.
-            run: a folder in which ranks note what they communicate, for `msc blame`.
+            run: a folder in which ranks note what they do, for `msc blame` and `msc report`.
 
         Raises:
             UserError: there are checkpoints, but none is intact, or they are of another model,
@@ -87,7 +87,7 @@ class Trainer:
         self._history = History()
         self._log = log
         self._checkpoints: RunCheckpoints | None = None
-        self._ring: Ring | None = None
+        self._recorder: Recorder | None = None
         self._evaluation: tuple[fx.GraphModule, ProcessExecutor] | None = None
         self._job = join(program.mesh, device, timedelta(seconds=timeout_s))
         try:
@@ -115,17 +115,21 @@ class Trainer:
         before_update = self._checkpoints.before_update if self._checkpoints is not None else None
         rank_of = None
         if run is not None:
-            self._ring = open_ring(Path(run), program, job.rank)
-            rank_of = functools.partial(RecordingRank, ring=self._ring)
+            self._recorder = open_recorder(Path(run), program, job.rank)
+            rank_of = functools.partial(RecordingRank, recorder=self._recorder)
+            if before_update is not None:
+                before_update = self._recorder.saving(before_update)
         self._executor = self._new_executor(self._graph, before_update, rank_of)
         self._state = program.initial_state(job.rank, seed)
         for values in (self._state.parameters, self._state.buffers):
             values.update({name: value.to(job.device) for name, value in values.items()})
         if self._checkpoints is not None:
             with self._in_step(0, "resuming from a checkpoint"):
+                self._phase("load")
                 self._history = self._checkpoints.resume(self._state) or self._history
                 self._checkpoints.start()
             self._show_messages(lambda line: show(self._log, line))
+        self._phase("idle")
 
     def _new_executor(
         self,
@@ -139,8 +143,8 @@ class Trainer:
         return ProcessExecutor(mesh, graph, backend, timeout, before_update, rank_of)
 
     def _phase(self, name: str, step: int | None = None) -> None:
-        if self._ring is not None:
-            self._ring.phase(name, step)
+        if self._recorder is not None:
+            self._recorder.phase(name, step)
 
     @property
     def rank(self) -> int:
@@ -210,7 +214,8 @@ class Trainer:
                 progress.step(self.step, loss)
                 if self.skipped_steps > before:
                     progress.skipped(self.step, self.grad_norms[-1], self.skipped_steps)
-                self._phase("idle")
+                if self._recorder is not None:
+                    self._recorder.step_done()
                 if self._checkpoints is not None:
                     self._phase("save")
                     self._checkpoints.after_step(self._state, self._history)

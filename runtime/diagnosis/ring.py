@@ -26,7 +26,7 @@ from msc.ir.communication import FUSED, STARTS
 from msc.runtime.diagnosis.schedule import WAIT
 
 KINDS = (WAIT, *STARTS.values(), *FUSED.values())
-PHASES = ("idle", "data", "step", "save", "failed", "lost", "ended")
+PHASES = ("idle", "data", "step", "save", "failed", "lost", "ended", "load")
 CAPACITY = 4096
 _HEAD = struct.Struct("<8sIIQIIQQ")  # magic, JSON's size, channels, step, phase, -, since, first
 _RECORD = struct.Struct("<QQIIQQQ")
@@ -47,9 +47,7 @@ class Ring:
         self._numbers = {channel: number for number, channel in enumerate(channels)}
         facts = {
             "rank": rank,
-            "pid": os.getpid(),
-            "born": process_start(os.getpid()),
-            "host": os.uname().nodename,
+            **process_facts(),
             "channels": list(channels),
             "capacity": capacity,
         }
@@ -171,13 +169,20 @@ def read_ring(file: Path) -> RankView:
             if kind:
                 started[names[code]] = max(started[names[code]], sequence + 1)
     in_step = (found[-1][0] if found else 0) - first
-    alive = _alive(facts)
+    state = alive(facts)
     return RankView(
-        facts["rank"], alive, PHASES[phase], step, in_step, since, started, tuple(records)
+        facts["rank"], state, PHASES[phase], step, in_step, since, started, tuple(records)
     )
 
 
-def _alive(facts: dict[str, Any]) -> str:
+def process_facts() -> dict[str, Any]:
+    """What says later whether this process is alive."""
+    pid = os.getpid()
+    return {"pid": pid, "born": process_start(pid), "host": os.uname().nodename}
+
+
+def alive(facts: dict[str, Any]) -> str:
+    """Whether the process of `process_facts` is; see `RankView`."""
     if facts["host"] != os.uname().nodename:
         return "unknown"
     try:
