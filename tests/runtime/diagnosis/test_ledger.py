@@ -20,8 +20,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 5_000_000_000
-        monkeypatch.setattr(module.time, "monotonic_ns", lambda: self.now)
-        monkeypatch.setattr(module.time, "time_ns", lambda: self.now)
+        monkeypatch.setattr("time.monotonic_ns", lambda: self.now)
+        monkeypatch.setattr("time.time_ns", lambda: self.now)
         monkeypatch.setattr(module, "process_age_ns", lambda: 2_000_000_000)
         monkeypatch.setattr(module, "_opened", False)
 
