@@ -49,7 +49,7 @@ def test_steps_from_the_start_again_are_repeated_work(tmp_path: Path) -> None:
         with trainer(None, run=tmp_path) as run:
             run.fit(steps)
     (account,) = run_accounts(tmp_path)
-    assert account.seconds["repeated"] > account.seconds["compute"] / 10
+    assert account.seconds["repeated"] > 0
     assert account.last_step == 3
 
 
