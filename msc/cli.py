@@ -17,6 +17,7 @@ import msc
 from msc.build_target import load_target
 from msc.checkpoint.commands import app as checkpoint_app
 from msc.command_exit import DIFFERENT, guarded
+from msc.doctor import doctor
 from msc.ir.errors import UserError
 from msc.passes.schedules.rules import SCHEDULES
 from msc.pins_file import load_pins
@@ -34,6 +35,7 @@ app = typer.Typer(
 
 
 app.add_typer(checkpoint_app, name="ckpt")
+app.command()(doctor)
 
 
 class DType(StrEnum):
