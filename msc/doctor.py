@@ -23,6 +23,7 @@ import torch.distributed as dist
 import typer
 from torch.distributed.rendezvous import rendezvous
 
+import msc
 from msc.command_exit import DIFFERENT, guarded
 from msc.ir.errors import UserError
 from msc.ir.torch_private import PrefixStore
@@ -73,7 +74,8 @@ def machine_checks(effort: Effort, storage: str | None, gpus: int | None) -> lis
         ("loopback", lambda: check_loopback(effort.loopback)),
     ]
     for device in devices:
-        checks.append((f"gemm {device}", lambda device=device: check_gemm(device, effort.products)))
+        gemm = functools.partial(check_gemm, device, effort.products)
+        checks.append((f"gemm {device}", gemm))
     if storage is not None:
         opened = open_storage(storage)
         checks.append((f"storage {opened}", lambda: check_storage(opened, effort.storage)))
@@ -84,7 +86,7 @@ def run_alone(
     effort: Effort, nproc: int, storage: str | None, gpus: int | None
 ) -> tuple[list[Machine], list[Check], list[str]]:
     """This machine, and what `nproc` ranks on it find between them; the host of each rank."""
-    ranks = LocalRanks(nproc, effort.pair, effort.timeout_s)
+    ranks = LocalRanks(nproc, effort.pair, effort.timeout_s, msc.__version__)
     ranks.start()  # first: processes are forked from one that has no threads yet
     between = ranks.finish()
     host = socket.gethostname()
@@ -118,7 +120,7 @@ def run_in_job(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=short)
     members = [other for other, name in enumerate(hosts) if name == host]
     group = dist.new_group(members, timeout=short, use_local_synchronization=True)
-    peers = Peers(store, rank, world, effort.pair, device, short)
+    peers = Peers(store, rank, world, effort.pair, device, short, msc.__version__)
     between = check_peers(peers, group, members)
     dist.destroy_process_group()
     if rank:

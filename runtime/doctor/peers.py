@@ -37,6 +37,7 @@ class Peers:
     """A rank among others that run the same checks.
 
     size: bytes that each pair exchanges. device: where the tensors are; the process group's.
+    version: of MSC.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Peers:
         size: int,
         device: torch.device,
         timeout: timedelta,
+        version: str,
     ) -> None:
+        self._version = version
         store.set_timeout(timeout)
         self.store = PrefixStore("doctor", store)
         self.rank, self.world = rank, world
@@ -58,12 +61,10 @@ class Peers:
 
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks."""
-        from msc import __version__
-
         return {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "msc": __version__,
+            "msc": self._version,
             "CUDA": str(torch.version.cuda),
         }
 

@@ -18,16 +18,18 @@ from msc.ir.torch_private import Store, TCPStore
 from msc.runtime.doctor.check import Check, failed
 from msc.runtime.doctor.peers import Peers, check_peers
 
-PeersOf = Callable[[Store, int, int, int, torch.device, timedelta], Peers]
+PeersOf = Callable[[Store, int, int, int, torch.device, timedelta, str], Peers]
 
 
 class LocalRanks:
     """`world` processes that run the checks between processes; start it before any threads run.
 
-    size: bytes that a pair exchanges. timeout_s: for each check. peers_of: makes a rank's `Peers`.
+    size: bytes that a pair exchanges. timeout_s: for each check. version: of MSC. peers_of: makes a rank's `Peers`.
     """
 
-    def __init__(self, world: int, size: int, timeout_s: float, peers_of: PeersOf = Peers) -> None:
+    def __init__(
+        self, world: int, size: int, timeout_s: float, version: str, peers_of: PeersOf = Peers
+    ) -> None:
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="msc-doctor-")
         self._file = Path(self._folder.name) / "found.json"
@@ -38,7 +40,7 @@ class LocalRanks:
         self._ranks = [
             context.Process(
                 target=_run_rank,
-                args=(self._port, self._file, rank, world, size, timeout_s, peers_of),
+                args=(self._port, self._file, rank, world, size, timeout_s, version, peers_of),
                 daemon=True,
             )
             for rank in range(world)
@@ -80,13 +82,14 @@ def _run_rank(
     world: int,
     size: int,
     timeout_s: float,
+    version: str,
     peers_of: PeersOf,
 ) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
     store = _connect(port, world, False, timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    peers = peers_of(store, rank, world, size, torch.device("cpu"), timeout)
+    peers = peers_of(store, rank, world, size, torch.device("cpu"), timeout, version)
     found = check_peers(peers, dist.group.WORLD, range(world))
     if rank == 0:
         file.write_text(json.dumps([check.to_json() for check in found]))

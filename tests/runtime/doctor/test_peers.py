@@ -65,7 +65,7 @@ class Silent(Peers):
 
 
 def run(world: int, kind: type[Peers], timeout_s: float = 30.0) -> list[Check]:
-    ranks = LocalRanks(world, 4096, timeout_s, kind)
+    ranks = LocalRanks(world, 4096, timeout_s, "0", kind)
     ranks.start()
     return ranks.finish()
 
