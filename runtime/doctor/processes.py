@@ -24,7 +24,8 @@ PeersOf = Callable[[Store, int, int, int, torch.device, timedelta, str], Peers]
 class LocalRanks:
     """`world` processes that run the checks between processes; start it before any threads run.
 
-    size: bytes that a pair exchanges. timeout_s: for each check. version: of MSC. peers_of: makes a rank's `Peers`.
+    size: bytes that a pair exchanges. timeout_s: for each check. version: of MSC.
+    peers_of: makes a rank's `Peers`.
     """
 
     def __init__(
