@@ -91,13 +91,15 @@ def communicators(program: Program, ranks: Sequence[int]) -> Names:
         if id(graph) not in used:
             used[id(graph)] = sorted(used_groups(graph)), sorted(used_channels(graph))
         groups, channels = used[id(graph)]
+        here = mesh.coordinate(rank)
         names = []
         for name in groups:
-            members = Group.parse(name).members(mesh, rank)
-            if len(members) > 1:
-                names.append((f"{name}/{members[0]}", rank == members[0]))
+            group = Group.parse(name)
+            if group.size(mesh) > 1:
+                first = group.key(mesh, here)
+                names.append((f"{name}/{first}", first == tuple(here.values())))
         for channel, stage in channels:
-            peer = mesh.rank({**mesh.coordinate(rank), "pp": stage})
+            peer = mesh.rank({**here, "pp": stage})
             pair = sorted((rank, peer))
             names.append((f"{channel}/{pair[0]}/{pair[1]}", rank == pair[0]))
         found[rank] = sorted(set(names))

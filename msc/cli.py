@@ -19,6 +19,7 @@ from msc.checkpoint.commands import app as checkpoint_app
 from msc.command_exit import DIFFERENT, guarded
 from msc.doctor import doctor
 from msc.ir.errors import UserError
+from msc.monitor import beat, monitor
 from msc.passes.schedules.rules import SCHEDULES
 from msc.pins_file import load_pins
 from msc.run_folder import diagnose
@@ -36,6 +37,8 @@ app = typer.Typer(
 
 app.add_typer(checkpoint_app, name="ckpt")
 app.command()(doctor)
+app.command()(beat)
+app.command()(monitor)
 
 
 class DType(StrEnum):

@@ -148,8 +148,11 @@ class RankView:
         return last if last is not None and last.kind == WAIT and not last.leave_ns else None
 
 
-def read_ring(file: Path) -> RankView:
-    """Read the ring of a rank that may be writing it, or be dead; `ValueError` for another file."""
+def read_ring(file: Path, last: int | None = None) -> RankView:
+    """Read the ring of a rank that may be writing it, or be dead; `ValueError` for another file.
+
+    last: how many records, in place of all; `started` is then as it was when the step began.
+    """
     raw = file.read_bytes()
     if len(raw) < _HEAD.size or raw[:8] != _MAGIC:
         raise ValueError(f"{file} is no ring of a rank")
@@ -158,15 +161,18 @@ def read_ring(file: Path) -> RankView:
     names = facts["channels"]
     counts = _HEAD.size + size
     started = dict(zip(names, struct.unpack_from(f"<{channels}Q", raw, counts), strict=True))
-    found = sorted(
-        _RECORD.unpack_from(raw, counts + 8 * channels + _RECORD.size * index)
-        for index in range(facts["capacity"])
-    )
+    place, capacity = counts + 8 * channels, facts["capacity"]
+    wanted: Sequence[int] = range(capacity)
+    if last is not None:
+        numbers = struct.unpack(f"<{6 * capacity}Q", raw[place : place + 48 * capacity])[::6]
+        newest = max(numbers)
+        wanted = [number % capacity for number in range(max(newest - last, 0), newest)]
+    found = sorted(_RECORD.unpack_from(raw, place + _RECORD.size * index) for index in wanted)
     records = []
     for number, sequence, code, kind, nbytes, enter, leave in found:
         if number:  # 0 is a record that was never written
             records.append(Record(KINDS[kind], names[code], sequence, nbytes, enter, leave))
-            if kind:
+            if kind and last is None:
                 started[names[code]] = max(started[names[code]], sequence + 1)
     in_step = (found[-1][0] if found else 0) - first
     state = alive(facts)
