@@ -166,7 +166,9 @@ def read_ring(file: Path, last: int | None = None) -> RankView:
     if last is not None:
         numbers = struct.unpack(f"<{6 * capacity}Q", raw[place : place + 48 * capacity])[::6]
         newest = max(numbers)
-        wanted = [number % capacity for number in range(max(newest - last, 0), newest)]
+        wanted = [
+            number % capacity for number in range(max(newest - min(last, capacity), 0), newest)
+        ]
     found = sorted(_RECORD.unpack_from(raw, place + _RECORD.size * index) for index in wanted)
     records = []
     for number, sequence, code, kind, nbytes, enter, leave in found:

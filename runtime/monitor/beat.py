@@ -66,5 +66,5 @@ class Beat:
                 {name: (int(a), int(b), int(c)) for name, (a, b, c) in ports.items()},
                 tuple(map(str, lines)),
             )
-        except (TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"no beat: {error}") from error
