@@ -250,7 +250,7 @@ def look_up_in_files() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".conf") as file:
         file.write("hosts: files\n")
         file.flush()
-        calls = (
+        calls: tuple[Callable[[], int], ...] = (
             lambda: libc.unshare(_NEW_MOUNTS),
             lambda: libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None),
             lambda: libc.mount(file.name.encode(), b"/etc/nsswitch.conf", None, _BIND, None),

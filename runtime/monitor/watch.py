@@ -154,8 +154,8 @@ class Watch:
         found = []
         if node.missing:
             node.missing = False
-            for rank in node.ranks:
-                found.append(Event(RECOVERED, beat.node, rank, "beats come again", now_s))
+            for number in node.ranks:
+                found.append(Event(RECOVERED, beat.node, number, "beats come again", now_s))
         node.heard_s, node.sent_s = now_s, beat.sent_s
         for rank in beat.ranks:
             found += self._rank(beat, node, rank, now_s)
