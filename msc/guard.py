@@ -70,6 +70,13 @@ class RunGuard:
         self._replicas = Replicas(state_tensors(program), job.rank)
         self._saved = SavedState()
         self._skipped = 0
+        self._told = 0
+
+    def news(self) -> list[str]:
+        """The events since the call before."""
+        new = self.events[self._told :]
+        self._told = len(self.events)
+        return new
 
     def before_step(self, state: RankState) -> None:
         """A step is about to change the state."""

@@ -228,7 +228,9 @@ class Trainer:
                 rate = outputs.get("learning_rate", optimizer.lr)
                 self.learning_rates.append(float(rate))
                 progress.step(self.step, loss)
-                if self.skipped_steps > before:
+                for event in () if self._guard is None else self._guard.news():
+                    progress.note(event)
+                if self.skipped_steps > before and self.grad_norms:
                     progress.skipped(self.step, self.grad_norms[-1], self.skipped_steps)
                 if self._recorder is not None:
                     self._recorder.step_done()

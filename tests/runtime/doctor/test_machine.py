@@ -117,7 +117,10 @@ def test_look_ups_that_do_not_answer_are_found() -> None:
     def reverse(*_: Any) -> Any:
         return ("node7", "0")
 
-    assert check_names(forward, reverse).status == "pass"
+    asked: list[Any] = []
+    found = check_names(forward, lambda address, _: asked.append(address) or ("node7", "0"))
+    assert (found.status, list(found.values)) == ("pass", ["forward", "reverse", "mapped"])
+    assert asked == [("10.0.0.7", 0), ("::ffff:10.0.0.7", 0)]
     stop = threading.Event()
 
     def hangs(*_: Any) -> Any:
