@@ -10,6 +10,7 @@ the monitor's share of one core, the beats that were lost, and whether the right
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import socket
@@ -52,6 +53,7 @@ def run_monitor(with_port: Any, told: Any, stop: Any) -> None:
     """The monitor's process: its events, and the share of a core that it took."""
     inbox = open_inbox(("127.0.0.1", 0))
     with_port.put(inbox.getsockname()[1])
+    gc.disable()  # as the command does
     started, cpu = time.perf_counter(), time.process_time()
     found = [(e.kind, e.rank) for e in watch(inbox, 1.0, stop.is_set)]
     share = (time.process_time() - cpu) / (time.perf_counter() - started)

@@ -126,6 +126,7 @@ class _Node:
     sent_s: float
     ports: dict[str, tuple[int, int, int]]
     ports_at: tuple[float, int, dict[str, tuple[int, int, int]]]
+    errors: int = 0
     missing: bool = False
     bands: dict[str, Band] = field(default_factory=dict)
     ranks: dict[int, _Rank] = field(default_factory=dict)
@@ -137,6 +138,7 @@ class Watch:
     def __init__(self, period_s: float = PERIOD_S) -> None:
         self._period_s = period_s
         self._nodes: dict[str, _Node] = {}
+        self._looked_s: float | None = None
 
     @property
     def ranks(self) -> int:
@@ -150,6 +152,7 @@ class Watch:
             step = max((r.step for r in beat.ranks), default=0)
             ports = dict(beat.ports)
             node = _Node(now_s, beat.sent_s, ports, (beat.sent_s, step, ports))
+            node.errors = sum(port[2] for port in ports.values())
             self._nodes[beat.node] = node
         found = []
         if node.missing:
@@ -157,14 +160,37 @@ class Watch:
             for number in node.ranks:
                 found.append(Event(RECOVERED, beat.node, number, "beats come again", now_s))
         node.heard_s, node.sent_s = now_s, beat.sent_s
+        full_s = (_PERIODS - 0.5) * self._period_s  # of a window
         for rank in beat.ranks:
-            found += self._rank(beat, node, rank, now_s)
-        found += self._ports(beat, node, now_s)
+            known = node.ranks.get(rank.rank)
+            if (
+                known is None
+                or known.stuck
+                or rank.state != known.state
+                or rank.step < known.beat.step
+                or (rank.step - known.beat.step >= _STEPS and beat.sent_s - known.at_s > full_s)
+            ):
+                found += self._rank(beat, node, rank, now_s)
+            else:  # nearly always: there is nothing to say of it
+                if rank.step > known.newest.step:
+                    known.stepped_s = beat.sent_s
+                known.newest = rank
+        errors = sum(port[2] for port in beat.ports.values())
+        if errors != node.errors or beat.sent_s - node.ports_at[0] > full_s:
+            node.errors = errors
+            found += self._ports(beat, node, now_s)
         found += [Event(LOG, beat.node, -1, line, now_s) for line in beat.lines]
         return found
 
     def late(self, now_s: float) -> list[Event]:
         """What is late now and was not before: beats, an event for each rank, and steps."""
+        if self._looked_s is not None:
+            # a monitor that could not run, or was stopped, has heard nobody meanwhile
+            absent = now_s - self._looked_s - 2 * self._period_s
+            if absent > 0:
+                for node in self._nodes.values():
+                    node.heard_s += absent
+        self._looked_s = now_s
         return [*self._silent(now_s), *self._stuck(now_s)]
 
     def _stuck(self, now_s: float) -> list[Event]:

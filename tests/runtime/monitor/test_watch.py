@@ -195,6 +195,14 @@ def test_a_monitor_that_starts_later_says_the_same() -> None:
     assert kinds(job.run(9, silent=[0])) == [(MISSED, "n0", rank) for rank in range(8)]
 
 
+def test_a_monitor_that_could_not_run_blames_nobody_for_it() -> None:
+    job = Job(2)
+    job.run(10)
+    job.now += 30  # of which it has heard nothing
+    assert job.watch.late(job.now) == []
+    assert job.run(5) == []
+
+
 def test_ranks_that_go_back_some_steps_are_nothing() -> None:
     job = Job(1)
     job.run(60)
