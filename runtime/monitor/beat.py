@@ -62,8 +62,8 @@ class Beat:
             return Beat(
                 str(node),
                 float(sent),
-                tuple(RankBeat(*rank) for rank in ranks),
-                {name: (int(a), int(b), int(c)) for name, (a, b, c) in ports.items()},
+                tuple(map(RankBeat._make, ranks)),
+                {name: (a, b, c) for name, (a, b, c) in ports.items()},
                 tuple(map(str, lines)),
             )
         except (ValueError, TypeError, AttributeError) as error:
