@@ -51,7 +51,7 @@ def run(folder: Path, mesh: str) -> None:
         return new_group(ranks, *args, **options)
 
     compiled = program(mesh)
-    dist.new_group = counted
+    dist.new_group = counted  # type: ignore[assignment]
     try:
         with msc.Trainer(compiled, Rows(), log=False) as trainer:
             trainer.fit(1)

@@ -118,7 +118,12 @@ def test_look_ups_that_do_not_answer_are_found() -> None:
         return ("node7", "0")
 
     asked: list[Any] = []
-    found = check_names(forward, lambda address, _: asked.append(address) or ("node7", "0"))
+
+    def noted(address: Any, flags: int) -> Any:
+        asked.append(address)
+        return reverse()
+
+    found = check_names(forward, noted)
     assert (found.status, list(found.values)) == ("pass", ["forward", "reverse", "mapped"])
     assert asked == [("10.0.0.7", 0), ("::ffff:10.0.0.7", 0)]
     stop = threading.Event()
