@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from msc.checkpoint.options import Checkpoint as Checkpoint
     from msc.compiler import compile as compile
     from msc.cost import Cluster as Cluster
+    from msc.guard import Guard as Guard
     from msc.initialization import init as init
     from msc.initializers import Constant as Constant
     from msc.initializers import Normal as Normal
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from msc.ir.errors import InputError as InputError
     from msc.ir.errors import MSCError as MSCError
     from msc.ir.errors import PlanError as PlanError
+    from msc.ir.errors import TrainingError as TrainingError
     from msc.ir.errors import UserError as UserError
     from msc.ir.errors import VerifyError as VerifyError
     from msc.ir.mesh import Mesh as Mesh
@@ -93,6 +95,7 @@ PUBLIC = {
     "ParallelBlock": "msc.passes.rewrites.parallel_block:ParallelBlock",
     "Trainer": "msc.trainer:Trainer",
     "Checkpoint": "msc.checkpoint.options:Checkpoint",
+    "Guard": "msc.guard:Guard",
     "Pass": "msc.ir.pipeline:Pass",
     "GraphPass": "msc.ir.pipeline:GraphPass",
     "UnitPass": "msc.ir.pipeline:UnitPass",
@@ -101,6 +104,7 @@ PUBLIC = {
     "CaptureError": "msc.ir.errors:CaptureError",
     "PlanError": "msc.ir.errors:PlanError",
     "InputError": "msc.ir.errors:InputError",
+    "TrainingError": "msc.ir.errors:TrainingError",
     "VerifyError": "msc.ir.errors:VerifyError",
     "CommunicationError": "msc.ir.errors:CommunicationError",
     "testing": "msc.testing",

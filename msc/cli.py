@@ -1,4 +1,4 @@
-"""The command `msc`: verify, compile, explain and simulate a model, and handle checkpoints.
+"""The command `msc`: verify, compile, explain and simulate models, look after runs, checkpoints.
 
 `msc/command_exit.py` says what exit codes mean.
 """
@@ -17,10 +17,13 @@ import msc
 from msc.build_target import load_target
 from msc.checkpoint.commands import app as checkpoint_app
 from msc.command_exit import DIFFERENT, guarded
+from msc.doctor import doctor
 from msc.ir.errors import UserError
+from msc.monitor import beat, monitor
 from msc.passes.schedules.rules import SCHEDULES
 from msc.pins_file import load_pins
 from msc.run_folder import diagnose
+from msc.run_report import report_json, report_text, run_accounts
 from msc.summary import compile_json, print_compile, print_verify, verify_json
 
 app = typer.Typer(
@@ -33,6 +36,9 @@ app = typer.Typer(
 
 
 app.add_typer(checkpoint_app, name="ckpt")
+app.command()(doctor)
+app.command()(beat)
+app.command()(monitor)
 
 
 class DType(StrEnum):
@@ -359,6 +365,25 @@ def blame(
         return show
 
     raise typer.Exit(guarded(action, as_json=False))
+
+
+@app.command("report")
+def report_command(
+    run: Annotated[Path, typer.Argument(help="The folder that Trainer(run=..) was given.")],
+    as_json: Json = False,
+) -> None:
+    """Say where the time of a run went, class by class, and its effective training time."""
+
+    def action() -> Callable[[], int]:
+        found = run_accounts(run)
+
+        def show() -> int:
+            print(json.dumps(report_json(found), indent=2) if as_json else report_text(found))
+            return 0
+
+        return show
+
+    raise typer.Exit(guarded(action, as_json))
 
 
 def _compiled(

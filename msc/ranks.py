@@ -70,11 +70,12 @@ class Job:
 
     def _compare(self, facts: Mapping[str, str]) -> str:
         different: dict[str, dict[str, list[int]]] = {name: {} for name in facts}
-        for rank in range(1, self.mesh.size):
-            try:
-                theirs = json.loads(self._get(f"facts/{rank}"))
-            except CommunicationError as error:
-                return str(error)
+        try:
+            told = self._get_all([f"facts/{rank}" for rank in range(1, self.mesh.size)])
+        except CommunicationError as error:
+            return str(error)
+        for rank, text in enumerate(told, 1):
+            theirs = json.loads(text)
             for name, value in facts.items():
                 if theirs.get(name) != value:
                     different[name].setdefault(str(theirs.get(name)), []).append(rank)
@@ -94,9 +95,9 @@ class Job:
             ]
         )
 
-    def _get(self, key: str) -> str:
+    def _get(self, key: str, patience: timedelta | None = None) -> str:
         try:
-            self.store.wait([key], self.timeout)
+            self.store.wait([key], self.timeout if patience is None else patience)
             return bytes(self.store.get(key)).decode()
         except dist.DistError as error:
             raise CommunicationError(
@@ -104,6 +105,18 @@ class Job:
                 f"{self.timeout.total_seconds():g} s while the job was starting. That rank has "
                 "ended, hangs, or never started."
             ) from error
+
+    def _get_all(self, keys: list[str]) -> list[str]:
+        """As `_get`, of all keys in two round trips; the error names the first that is missing."""
+        if not keys:
+            return []
+        try:
+            self.store.wait(keys, self.timeout)
+        except dist.DistError:
+            for key in keys:
+                if not self.store.check([key]):
+                    self._get(key, timedelta(0))
+        return [bytes(value).decode() for value in self.store.multi_get(keys)]
 
     def report(self, step: int, error: BaseException) -> None:
         """Tell the other ranks that this one stops in `step`."""

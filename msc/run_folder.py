@@ -1,8 +1,9 @@
-"""The folder of a run: what its ranks tell of themselves, for `msc blame`.
+"""The folder of a run: what its ranks tell of themselves, for `msc blame` and `msc report`.
 
 run.json                  the mesh
 rank-00003.schedule.json  what rank 3 communicates in a step
 rank-00003.ring           what it has communicated last
+rank-00003.ledger         where its time went, attempt after attempt
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from msc.ir.mesh import Mesh
 from msc.program import Program
 from msc.runtime.diagnosis.blame import Verdict, blame, describe
 from msc.runtime.diagnosis.grid import draw, grid_text
+from msc.runtime.diagnosis.ledger import Ledger
+from msc.runtime.diagnosis.recorder import Recorder
 from msc.runtime.diagnosis.ring import CAPACITY, RankView, Ring, read_ring
 from msc.runtime.diagnosis.schedule import Act, from_text, schedule_of, to_text
 
 _RUN = "run.json"
 
 
-def open_ring(folder: Path, program: Program, rank: int) -> Ring:
-    """Make a rank's ring and schedule in the run's folder, which all ranks see."""
+def open_recorder(folder: Path, program: Program, rank: int) -> Recorder:
+    """A rank's new ring and schedule, and its ledger, in the run's folder, which all ranks see."""
     make_folder(folder)
     schedule = schedule_of(program.rank_graph(rank), program.mesh, rank)
     if rank == 0:
@@ -32,7 +35,24 @@ def open_ring(folder: Path, program: Program, rank: int) -> Ring:
     (folder / f"rank-{rank:05d}.schedule.json").write_text(to_text(schedule))
     channels = sorted({act.channel for act in schedule})
     capacity = max(CAPACITY, 2 * len(schedule))
-    return Ring(folder / f"rank-{rank:05d}.ring", rank, channels, capacity)
+    ring = Ring(folder / f"rank-{rank:05d}.ring", rank, channels, capacity)
+    return Recorder(ring, Ledger(ledger_file(folder, rank), ledger_file(folder, 0)))
+
+
+def ledger_file(folder: Path, rank: int) -> Path:
+    """Where a rank's ledger is."""
+    return folder / f"rank-{rank:05d}.ledger"
+
+
+def read_mesh(folder: Path) -> Mesh:
+    """The mesh of a run; `UserError` for a folder of no run."""
+    try:
+        axes = json.loads((folder / _RUN).read_text())["mesh"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{folder} is no folder of a run ({error}). Give the one that Trainer(run=..) has."
+        ) from error
+    return Mesh(tuple((name, size) for name, size in axes))
 
 
 def diagnose(folder: Path, picture: Path | None = None) -> tuple[Verdict, str]:
@@ -40,13 +60,7 @@ def diagnose(folder: Path, picture: Path | None = None) -> tuple[Verdict, str]:
 
     Raises `UserError` for a folder of no run.
     """
-    try:
-        axes = json.loads((folder / _RUN).read_text())["mesh"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"{folder} is no folder of a run ({error}). Give the one that Trainer(run=..) has."
-        ) from error
-    mesh = Mesh(tuple((name, size) for name, size in axes))
+    mesh = read_mesh(folder)
     views: dict[int, RankView] = {}
     schedules: dict[int, list[Act]] = {}
     for rank in range(mesh.size):

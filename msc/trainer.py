@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,14 +17,15 @@ from msc.batches import Batches, Data, samples_and_tokens
 from msc.checkpoint.options import Checkpoint
 from msc.checkpoint.run import History, RunCheckpoints
 from msc.gathering import gather_buffers, gather_whole
+from msc.guard import Guard, RunGuard
 from msc.ir.errors import CommunicationError, InputError, PlanError
 from msc.passes.forward_only import forward_only
 from msc.program import Program
 from msc.progress import Log, TrainingProgress, show
 from msc.ranks import is_lost_peer, join
-from msc.run_folder import open_ring
+from msc.run_folder import open_recorder
+from msc.runtime.diagnosis.recorder import Recorder
 from msc.runtime.diagnosis.recording import RecordingRank
-from msc.runtime.diagnosis.ring import Ring
 from msc.runtime.process import Backend, ProcessExecutor
 
 
@@ -57,6 +58,7 @@ class Trainer:
         timeout_s: float = 600.0,
         checkpoint: Checkpoint | None = None,
         run: str | Path | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """Join the job and make this rank's state.
 
@@ -69,7 +71,8 @@ class Trainer:
             device: "cpu" or "cuda"; None takes CUDA where there is one.
             timeout_s: how long a rank waits for another before it gives up.
             checkpoint: where to save, and to resume from; `step` says where the run stands.
-            run: a folder in which ranks note what they communicate, for `msc blame`.
+            guard: what to do about values that cannot be right, and copies that differ.
+            run: a folder in which ranks note what they do, for `msc blame` and `msc report`.
 
         Raises:
             UserError: there are checkpoints, but none is intact, or they are of another model,
@@ -83,21 +86,28 @@ class Trainer:
             raise InputError(
                 f"checkpoint is {checkpoint!r}; it is an msc.Checkpoint(folder, every=..)."
             )
+        if guard is not None and not isinstance(guard, Guard):
+            raise InputError(f"guard is {guard!r}; it is an msc.Guard(every=.., policy=..).")
         self.program = program
         self._history = History()
         self._log = log
         self._checkpoints: RunCheckpoints | None = None
-        self._ring: Ring | None = None
+        self._recorder: Recorder | None = None
         self._evaluation: tuple[fx.GraphModule, ProcessExecutor] | None = None
         self._job = join(program.mesh, device, timedelta(seconds=timeout_s))
         try:
-            self._start(data, seed, checkpoint, run)
+            self._start(data, seed, checkpoint, run, guard)
         except BaseException:
             self._leave(finish=False)
             raise
 
     def _start(
-        self, data: Data, seed: int, checkpoint: Checkpoint | None, run: str | Path | None
+        self,
+        data: Data,
+        seed: int,
+        checkpoint: Checkpoint | None,
+        run: str | Path | None,
+        guard: Guard | None,
     ) -> None:
         job, program = self._job, self.program
         job.agree(
@@ -106,8 +116,10 @@ class Trainer:
                 "seed": str(seed),
                 "set of initial parameters": program.values_digest,
                 "checkpoint": str(checkpoint),
+                "guard": str(guard),
             }
         )
+        self._guard = None if guard is None else RunGuard(guard, program, job)
         self._graph = program.rank_graph(job.rank)
         self._batches = Batches(program, job.rank, data, job.device)
         if checkpoint is not None:
@@ -115,17 +127,21 @@ class Trainer:
         before_update = self._checkpoints.before_update if self._checkpoints is not None else None
         rank_of = None
         if run is not None:
-            self._ring = open_ring(Path(run), program, job.rank)
-            rank_of = functools.partial(RecordingRank, ring=self._ring)
+            self._recorder = open_recorder(Path(run), program, job.rank)
+            rank_of = functools.partial(RecordingRank, recorder=self._recorder)
+            if before_update is not None:
+                before_update = self._recorder.saving(before_update)
         self._executor = self._new_executor(self._graph, before_update, rank_of)
         self._state = program.initial_state(job.rank, seed)
         for values in (self._state.parameters, self._state.buffers):
             values.update({name: value.to(job.device) for name, value in values.items()})
         if self._checkpoints is not None:
             with self._in_step(0, "resuming from a checkpoint"):
+                self._phase("load")
                 self._history = self._checkpoints.resume(self._state) or self._history
                 self._checkpoints.start()
             self._show_messages(lambda line: show(self._log, line))
+        self._phase("idle")
 
     def _new_executor(
         self,
@@ -139,8 +155,8 @@ class Trainer:
         return ProcessExecutor(mesh, graph, backend, timeout, before_update, rank_of)
 
     def _phase(self, name: str, step: int | None = None) -> None:
-        if self._ring is not None:
-            self._ring.phase(name, step)
+        if self._recorder is not None:
+            self._recorder.phase(name, step)
 
     @property
     def rank(self) -> int:
@@ -172,6 +188,11 @@ class Trainer:
         """The rate of every step so far."""
         return self._history.learning_rates
 
+    @property
+    def events(self) -> list[str]:
+        """What the guard has found, and what was done about it."""
+        return [] if self._guard is None else self._guard.events
+
     # -- running
 
     def fit(self, steps: int) -> None:
@@ -198,24 +219,44 @@ class Trainer:
                 with self._in_step(self.step + 1):
                     self._phase("step", self.step + 1)
                     inputs = self._batches.while_gathering(lambda: self._load(last))
-                    outputs = self._executor.run(self._state.arguments(self._graph, inputs))
+                    before = self.skipped_steps
+                    outputs = self._guarded(inputs)
                     loss = float(outputs["loss"])
-                before = self.skipped_steps
-                self._state.advance(self._graph, outputs)
                 self.losses.append(loss)
                 if "grad_norm" in outputs:
                     self.grad_norms.append(float(outputs["grad_norm"]))
                 rate = outputs.get("learning_rate", optimizer.lr)
                 self.learning_rates.append(float(rate))
                 progress.step(self.step, loss)
-                if self.skipped_steps > before:
+                for event in () if self._guard is None else self._guard.news():
+                    progress.note(event)
+                if self.skipped_steps > before and self.grad_norms:
                     progress.skipped(self.step, self.grad_norms[-1], self.skipped_steps)
-                self._phase("idle")
+                if self._recorder is not None:
+                    self._recorder.step_done()
                 if self._checkpoints is not None:
                     self._phase("save")
                     self._checkpoints.after_step(self._state, self._history)
                     self._show_messages(progress.note)
                     self._phase("idle")
+
+    def _guarded(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take one step, and do what the guard says about it."""
+        if self._guard is None:
+            return self._run(inputs)
+
+        def again() -> Mapping[str, Any]:
+            self._phase("step", self.step + 1)
+            return self._run(inputs)
+
+        self._guard.before_step(self._state)
+        earlier = {"loss": self.losses, "grad_norm": self.grad_norms}
+        return self._guard.after_step(self._state, self._run(inputs), earlier, again)
+
+    def _run(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        outputs: Mapping[str, Any] = self._executor.run(self._state.arguments(self._graph, inputs))
+        self._state.advance(self._graph, outputs)
+        return outputs
 
     def _load(self, last: int) -> dict[str, Tensor]:
         """The inputs of the next step."""

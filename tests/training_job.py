@@ -127,6 +127,17 @@ def silent(folder: Path, rank: int) -> None:
         trainer.fit(2)
 
 
+def flipped_bit(folder: Path, rank: int) -> None:
+    """A bit of one parameter on rank 1 changes between two steps."""
+    data = [models.tokens()] * 4
+    guard = msc.Guard(every=1)
+    with msc.Trainer(compile_small(mesh="dp=2"), data, log=False, timeout_s=30, guard=guard) as run:
+        run.fit(2)
+        if rank == 1:
+            next(iter(run._state.parameters.values())).view(-1).view(torch.int32)[0] ^= 1
+        run.fit(1)
+
+
 FAILURES: dict[str, Callable[[Path, int], None]] = {
     function.__name__: function
     for function in (
@@ -137,6 +148,7 @@ FAILURES: dict[str, Callable[[Path, int], None]] = {
         silent,
         data_ends_in_step,
         data_fails_in_step,
+        flipped_bit,
     )
 }
 

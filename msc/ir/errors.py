@@ -5,6 +5,7 @@
     │   ├── CaptureError         the model cannot be captured as one graph
     │   ├── PlanError            mesh, placement, schedule or memory do not fit the model
     │   └── InputError           a batch differs from what the program was compiled for
+    ├── TrainingError            a run's values cannot be right: not finite, or copies that differ
     ├── VerifyError              a pass broke an invariant: a bug in the pass
     └── CommunicationError       ranks disagree at run time: mismatch, deadlock, other program
 
@@ -32,6 +33,10 @@ class PlanError(UserError):
 
 class InputError(UserError):
     """A batch differs from what the program was compiled for."""
+
+
+class TrainingError(MSCError, RuntimeError):
+    """A run's values cannot be right: not finite, leaping, or copies that differ."""
 
 
 class VerifyError(MSCError):

@@ -29,7 +29,14 @@ RING = "waits in a ring"
 
 _VAGUE = (BUSY, STUCK, SILENT, LOST)
 """What is said of a rank only if nothing better is found."""
-_PHASES = {"data": DATA, "save": SAVING, "failed": FAILED, "lost": LOST, "ended": ENDED}
+_PHASES = {
+    "data": DATA,
+    "save": SAVING,
+    "load": SAVING,
+    "failed": FAILED,
+    "lost": LOST,
+    "ended": ENDED,
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A rank whose communications are recorded in its ring."""
+"""A rank whose communications are recorded in its ring, and their waits in its ledger."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from msc.ir.mesh import Mesh
-from msc.runtime.diagnosis.ring import Ring
+from msc.runtime.diagnosis.recorder import Recorder
 from msc.runtime.diagnosis.schedule import collective_channel, message_channel
 from msc.runtime.process import ProcessRank
 from msc.runtime.process_groups import ProcessGroups
@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 
 
 class RecordingRank(ProcessRank):
-    """`rt` of the process dialect, with every start and wait in `ring`."""
+    """`rt` of the process dialect, with every start and wait in `recorder`."""
 
     def __init__(
         self,
@@ -29,17 +29,18 @@ class RecordingRank(ProcessRank):
         groups: ProcessGroups,
         memories: Mapping[str, SharedMemory],
         before_update: Callable[[], None] | None,
-        ring: Ring,
+        recorder: Recorder,
     ) -> None:
         super().__init__(mesh, rank, groups, memories, before_update)
-        self._ring = ring
+        self._recorder = recorder
+        self._ring = recorder.ring
 
     def wait(self, pending: Pending) -> Any:  # type: ignore[override]
         if pending.token is None:
             return pending.wait()
-        place = self._ring.enter(pending.token)
+        place = self._recorder.enter(pending.token)
         result = pending.wait()
-        self._ring.leave(place)  # not after an error: the ring then says what was waited for
+        self._recorder.leave(place)  # not after an error: the ring then says what was waited for
         return result
 
     def _record(self, kind: str, group: str, value: Tensor, pending: Pending) -> Pending:
@@ -76,7 +77,7 @@ class RecordingRank(ProcessRank):
     def _at_once(
         self, kind: str, run: Callable[..., _Result], x: Tensor, *operands: Any
     ) -> _Result:
-        """Record what starts and ends in one call."""
+        """Record what starts and ends in one call; most of it computes, which the ledger says."""
         group = operands[-2]
         to = self._groups.group(group)
         if to.handle is None:

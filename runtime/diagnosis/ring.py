@@ -26,7 +26,7 @@ from msc.ir.communication import FUSED, STARTS
 from msc.runtime.diagnosis.schedule import WAIT
 
 KINDS = (WAIT, *STARTS.values(), *FUSED.values())
-PHASES = ("idle", "data", "step", "save", "failed", "lost", "ended")
+PHASES = ("idle", "data", "step", "save", "failed", "lost", "ended", "load")
 CAPACITY = 4096
 _HEAD = struct.Struct("<8sIIQIIQQ")  # magic, JSON's size, channels, step, phase, -, since, first
 _RECORD = struct.Struct("<QQIIQQQ")
@@ -47,9 +47,7 @@ class Ring:
         self._numbers = {channel: number for number, channel in enumerate(channels)}
         facts = {
             "rank": rank,
-            "pid": os.getpid(),
-            "born": process_start(os.getpid()),
-            "host": os.uname().nodename,
+            **process_facts(),
             "channels": list(channels),
             "capacity": capacity,
         }
@@ -150,8 +148,11 @@ class RankView:
         return last if last is not None and last.kind == WAIT and not last.leave_ns else None
 
 
-def read_ring(file: Path) -> RankView:
-    """Read the ring of a rank that may be writing it, or be dead; `ValueError` for another file."""
+def read_ring(file: Path, last: int | None = None) -> RankView:
+    """Read the ring of a rank that may be writing it, or be dead; `ValueError` for another file.
+
+    last: how many records, in place of all; `started` is then as it was when the step began.
+    """
     raw = file.read_bytes()
     if len(raw) < _HEAD.size or raw[:8] != _MAGIC:
         raise ValueError(f"{file} is no ring of a rank")
@@ -160,24 +161,36 @@ def read_ring(file: Path) -> RankView:
     names = facts["channels"]
     counts = _HEAD.size + size
     started = dict(zip(names, struct.unpack_from(f"<{channels}Q", raw, counts), strict=True))
-    found = sorted(
-        _RECORD.unpack_from(raw, counts + 8 * channels + _RECORD.size * index)
-        for index in range(facts["capacity"])
-    )
+    place, capacity = counts + 8 * channels, facts["capacity"]
+    wanted: Sequence[int] = range(capacity)
+    if last is not None:
+        numbers = struct.unpack(f"<{6 * capacity}Q", raw[place : place + 48 * capacity])[::6]
+        newest = max(numbers)
+        wanted = [
+            number % capacity for number in range(max(newest - min(last, capacity), 0), newest)
+        ]
+    found = sorted(_RECORD.unpack_from(raw, place + _RECORD.size * index) for index in wanted)
     records = []
     for number, sequence, code, kind, nbytes, enter, leave in found:
         if number:  # 0 is a record that was never written
             records.append(Record(KINDS[kind], names[code], sequence, nbytes, enter, leave))
-            if kind:
+            if kind and last is None:
                 started[names[code]] = max(started[names[code]], sequence + 1)
     in_step = (found[-1][0] if found else 0) - first
-    alive = _alive(facts)
+    state = alive(facts)
     return RankView(
-        facts["rank"], alive, PHASES[phase], step, in_step, since, started, tuple(records)
+        facts["rank"], state, PHASES[phase], step, in_step, since, started, tuple(records)
     )
 
 
-def _alive(facts: dict[str, Any]) -> str:
+def process_facts() -> dict[str, Any]:
+    """What says later whether this process is alive."""
+    pid = os.getpid()
+    return {"pid": pid, "born": process_start(pid), "host": os.uname().nodename}
+
+
+def alive(facts: dict[str, Any]) -> str:
+    """Whether the process of `process_facts` is; see `RankView`."""
     if facts["host"] != os.uname().nodename:
         return "unknown"
     try:

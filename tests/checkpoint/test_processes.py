@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from msc.run_folder import diagnose
+from msc.run_report import run_accounts
 from msc.runtime.diagnosis.ring import read_ring
 from msc.runtime.diagnosis.schedule import WAIT, from_text
 from tests.checkpoint.runs import equal, folders, program
@@ -118,6 +119,14 @@ def test_a_killed_job_resumes_bit_for_bit_and_on_another_mesh(tmp_path: Path) ->
     assert other["losses"] == pytest.approx(whole["losses"], rel=1e-12)
     for name, value in whole["params"].items():
         torch.testing.assert_close(other["params"][name], value, rtol=1e-9, atol=1e-12)
+    for account in run_accounts(tmp_path / "same.dp=2.run"):
+        assert (account.attempts, account.last_step) == (2, 5)
+        seconds = account.seconds
+        assert sum(seconds.values()) == pytest.approx(account.wall_s, rel=1e-9)
+        lost = seconds["detect"] + seconds["repair"]
+        assert lost > 0
+        for name in ("init", "load", "compute", "communication", "snapshot", "repeated"):
+            assert seconds[name] > 0, name  # step 3 was done before, and not saved
     for name in ("plain.dp=2", "other.pp=2"):
         assert diagnose(tmp_path / f"{name}.run")[0].causes == ()
         assert_as_scheduled(tmp_path / f"{name}.run")

@@ -1,0 +1,186 @@
+"""`msc.Guard`: what a training run does about values that cannot be right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from msc.checkpoint.program_state import state_tensors
+from msc.ir.errors import InputError, TrainingError
+from msc.program import Program
+from msc.ranks import Job
+from msc.runtime.corruption.fingerprints import Replicas, word_sum
+from msc.runtime.corruption.leaps import leap
+from msc.runtime.corruption.saved import SavedState
+from msc.runtime.state import RankState
+
+POLICIES = ("stop", "skip", "replay")
+_OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Look for silent corruption as a run goes on.
+
+    Args:
+        every: compare the copies of parameters and optimizer state on all ranks after every so many
+            steps. Copies that differ stop the run, and the error names the rank: its state cannot
+            be trusted, nor what was reduced with it since the comparison before.
+        policy: what to do about a loss, or a norm of gradients, that is not finite or leaps:
+            "stop" with a `TrainingError`; "skip" the step, so that its batch changes nothing; or
+            "replay" it, bit for bit. If it comes out otherwise, that was the hardware, and the
+            second result counts; if it does not, it is the data or the model, and the run stops
+            unless the value is finite. Skipping and repeating hold a copy of the rank's state.
+        leap: how many times the spread of the values before one may be above them.
+
+    Raises `InputError` for values out of range.
+    """
+
+    every: int = 100
+    policy: Literal["stop", "skip", "replay"] = "stop"
+    leap: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise InputError(f"every is {self.every!r}; it is a number of steps, at least 1.")
+        if self.policy not in POLICIES:
+            raise InputError(f"policy is {self.policy!r}; it is one of {', '.join(POLICIES)}.")
+        if not isinstance(self.leap, (int, float)) or not self.leap > 0:
+            raise InputError(f"leap is {self.leap!r}; it is a number above 0, such as 20.")
+
+
+Outputs = Mapping[str, Any]
+
+
+class RunGuard:
+    """The guard of one rank's run; all methods are collective, and come out alike on all ranks.
+
+    events: what was found, and what was done about it, a line each.
+    """
+
+    def __init__(self, options: Guard, program: Program, job: Job) -> None:
+        self.events: list[str] = []
+        self._options = options
+        self._job = job
+        self._replicas = Replicas(state_tensors(program), job.rank)
+        self._saved = SavedState()
+        self._skipped = 0
+        self._told = 0
+
+    def news(self) -> list[str]:
+        """The events since the call before."""
+        new = self.events[self._told :]
+        self._told = len(self.events)
+        return new
+
+    def before_step(self, state: RankState) -> None:
+        """A step is about to change the state."""
+        self._skipped = int(state.skipped)
+        if self._options.policy != "stop":
+            self._saved.keep(state)
+
+    def after_step(
+        self,
+        state: RankState,
+        outputs: Outputs,
+        earlier: Mapping[str, list[float]],
+        repeat: Callable[[], Outputs],
+    ) -> Outputs:
+        """A step has changed the state and given `outputs`; what it counts as having given.
+
+        earlier: the values of the steps before, by the name of the output. repeat: takes the step
+        again from the state as it is. Raises `TrainingError` where the policy stops the run.
+        """
+        skipped = int(state.skipped) > self._skipped  # by the optimizer, since it is not finite
+        problem = "" if skipped else self._problem(outputs, earlier)
+        if problem:
+            outputs = self._treat(problem, state, outputs, earlier, repeat)
+        if state.step % self._options.every == 0:
+            self._compare(state)
+        return outputs
+
+    def _problem(self, outputs: Outputs, earlier: Mapping[str, list[float]]) -> str:
+        names = {"loss": "loss", "grad_norm": "norm of the gradients"}
+        found = [
+            leap(names[key], [*values, float(outputs[key])], self._options.leap)
+            for key, values in earlier.items()
+            if key in outputs
+        ]
+        return "; ".join(text for text in found if text)
+
+    def _treat(
+        self,
+        problem: str,
+        state: RankState,
+        outputs: Outputs,
+        earlier: Mapping[str, list[float]],
+        repeat: Callable[[], Outputs],
+    ) -> Outputs:
+        step, policy = state.step, self._options.policy
+        if policy == "stop":
+            raise TrainingError(
+                f"{problem} in step {step}. Go on from the last checkpoint, or pass "
+                'msc.Guard(policy="replay") to see whether the step comes out the same again.'
+            )
+        first = self._marks(state, outputs)
+        self._saved.restore(state)
+        if policy == "skip":
+            state.step = step
+            state.skipped = state.skipped + 1
+            self.events.append(f"step {step} is skipped: {problem}")
+            return outputs
+        outputs = repeat()
+        ranks = self._ranks_where(self._marks(state, outputs) != first)
+        again = self._problem(outputs, earlier)
+        if ranks:
+            shown = ", ".join(map(str, ranks[:8])) + (", .." if len(ranks) > 8 else "")
+            result = (
+                f"{problem} in step {step}, which came out otherwise when it was repeated, on "
+                f"ranks {shown}: that was the hardware, or an op that is not deterministic"
+            )
+        else:
+            result = (
+                f"{problem} in step {step}, which came out the same, bit for bit, when it was "
+                "repeated: it is the data or the model, and not the hardware"
+            )
+        finite = all(torch.isfinite(torch.as_tensor(outputs[k])) for k in earlier if k in outputs)
+        if again and not (finite and not ranks):
+            raise TrainingError(f"{result}. It is still so: {again}.")
+        self.events.append(result)
+        return outputs
+
+    def _marks(self, state: RankState, outputs: Outputs) -> list[int]:
+        """Sums of words of all that a step leaves on this rank."""
+        values = [*state.parameters.values(), *state.moments.values(), *state.buffers.values()]
+        values += [torch.as_tensor(outputs[k]) for k in ("loss", "grad_norm") if k in outputs]
+        return [int(word_sum(value)) for value in values]
+
+    def _ranks_where(self, here: bool) -> list[int]:
+        flags = torch.zeros(self._job.mesh.size, dtype=torch.int64)
+        flags[self._job.rank] = int(here)
+        found: list[int] = self._all_reduce(flags, "sum").nonzero().flatten().tolist()
+        return found
+
+    def _compare(self, state: RankState) -> None:
+        different = self._replicas.differences(state, self._all_reduce)
+        if not different:
+            return
+        places = "\n".join(f"  {each}" for each in different)
+        raise TrainingError(
+            f"After step {state.step} copies of the state differ, though they should be equal to "
+            f"the last bit; they were at step {state.step - self._options.every}, or at the start:"
+            f"\n{places}\nCheck the machine with `msc doctor`, leave it out, and go on from a "
+            "checkpoint that is older than that."
+        )
+
+    def _all_reduce(self, value: Tensor, op: str) -> Tensor:
+        if self._job.mesh.size == 1:
+            return value
+        moved = value.to(self._job.device)
+        dist.all_reduce(moved, _OPS[op])
+        return moved.cpu()

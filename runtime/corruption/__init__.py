@@ -1,0 +1,1 @@
+"""Silent corruption: copies that differ, losses that leap, and steps that are repeated to tell."""

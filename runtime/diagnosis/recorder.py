@@ -1,0 +1,62 @@
+"""What a rank notes of itself as it runs: its ring of communications and its ledger of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msc.runtime.diagnosis import ledger as classes
+from msc.runtime.diagnosis.ledger import Ledger
+from msc.runtime.diagnosis.ring import Ring
+
+_CLASS_OF = {
+    "idle": classes.IDLE,
+    "data": classes.DATA,
+    "step": classes.COMPUTE,
+    "save": classes.SNAPSHOT,
+    "load": classes.LOAD,
+}
+
+
+class Recorder:
+    """Tells the ring and the ledger of a rank what it does; the phases are the ring's."""
+
+    def __init__(self, ring: Ring, ledger: Ledger) -> None:
+        self.ring = ring
+        self.ledger = ledger
+
+    def phase(self, name: str, step: int | None = None) -> None:
+        """What the rank does now; with a step's number where one begins."""
+        self.ring.phase(name, step)
+        if step is not None:
+            self.ledger.begin_step(step)
+        elif name in ("failed", "lost"):
+            self.ledger.fail(waited=name == "lost")
+        elif name == "ended":
+            self.ledger.end()
+        else:
+            self.ledger.switch(_CLASS_OF[name])
+
+    def step_done(self) -> None:
+        """The step that began last is done."""
+        self.ring.phase("idle")
+        self.ledger.end_step()
+
+    def enter(self, token: int) -> int:
+        """A wait for what was started begins; a token for `leave`."""
+        self.ledger.switch(classes.COMMUNICATION)
+        return self.ring.enter(token)
+
+    def leave(self, place: int) -> None:
+        """The wait is over; the rank computes."""
+        self.ring.leave(place)
+        self.ledger.switch(classes.COMPUTE)
+
+    def saving(self, settle: Callable[[], None]) -> Callable[[], None]:
+        """`settle`, which waits inside of a step for the copy of its state."""
+
+        def settled() -> None:
+            self.ledger.switch(classes.SNAPSHOT)
+            settle()
+            self.ledger.switch(classes.COMPUTE)
+
+        return settled

@@ -1,0 +1,1 @@
+"""The monitor: nodes send beats, one process that holds no rank watches them and raises events."""

@@ -1,0 +1,129 @@
+"""`msc.Guard`: what a run does about a step whose values cannot be right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import msc
+from msc.run_folder import diagnose
+from msc.run_report import run_accounts
+from tests.checkpoint.runs import equal, findings, trainer
+
+
+class Faulty:
+    """An executor whose given runs (counted from 1) come out wrong: a parameter is not finite."""
+
+    def __init__(self, run: msc.Trainer, wrong: Sequence[int], loss: float = math.nan) -> None:
+        self._executor = run._executor
+        self._wrong = wrong
+        self._loss = loss
+        self.runs = 0
+
+    def run(self, arguments: Sequence[Tensor]) -> Any:
+        self.runs += 1
+        outputs = self._executor.run(arguments)
+        if self.runs not in self._wrong:
+            return outputs
+        outputs["parameters"] = _spoiled(outputs["parameters"])
+        return {**outputs, "loss": torch.tensor(self._loss)}
+
+
+def _spoiled(values: Any) -> Any:
+    for value in torch.utils._pytree.tree_leaves(values):
+        value.view(-1)[0] = math.nan
+    return values
+
+
+def faulty(
+    policy: str, wrong: Sequence[int], loss: float = math.nan, **options: Any
+) -> tuple[msc.Trainer, Faulty]:
+    run = trainer(None, guard=msc.Guard(policy=policy, every=1), **options)  # type: ignore[arg-type]
+    executor = Faulty(run, wrong, loss)
+    run._executor = executor  # type: ignore[assignment]
+    return run, executor
+
+
+def test_a_run_without_faults_is_what_it_is_without_a_guard() -> None:
+    with trainer(None) as plain, trainer(None, guard=msc.Guard(every=1, policy="replay")) as run:
+        plain.fit(4)
+        run.fit(4)
+        assert equal(findings(run), findings(plain))
+        assert run.events == []
+
+
+def test_stop_names_what_and_where() -> None:
+    run, _ = faulty("stop", [2])
+    with run, pytest.raises(msc.TrainingError, match="the loss is nan in step 2") as caught:
+        run.fit(4)
+    assert "Rank 0, step 2" in caught.value.__notes__
+
+
+def test_a_fault_of_the_hardware_is_told_by_a_repeated_step(tmp_path: Path) -> None:
+    with trainer(None) as plain:
+        plain.fit(4)
+        run, executor = faulty("replay", [2], run=tmp_path)
+        with run:
+            run.fit(4)
+            assert equal(findings(run), findings(plain))  # as if nothing had been
+        assert executor.runs == 5
+        (event,) = run.events
+        assert event.startswith("the loss is nan in step 2, which came out otherwise")
+        assert "on ranks 0: that was the hardware" in event
+    (account,) = run_accounts(tmp_path)
+    assert account.seconds["repeated"] > 0
+    assert diagnose(tmp_path)[0].causes == ()
+
+
+def test_a_step_that_is_wrong_again_stops_the_run() -> None:
+    run, executor = faulty("replay", [2, 3])
+    with run, pytest.raises(msc.TrainingError, match="came out the same, bit for bit") as caught:
+        run.fit(4)
+    assert "it is the data or the model" in str(caught.value)
+    assert executor.runs == 3
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    run, _ = faulty("skip", [2])
+    with run:
+        run.fit(1)
+        before = findings(run)
+        run.fit(1)
+        after = findings(run)
+        assert equal(after["params"], before["params"])
+        assert equal(after["optimizer"], before["optimizer"])
+        assert (run.step, run.skipped_steps, math.isnan(run.losses[1])) == (2, 1, True)
+        run.fit(2)
+        assert all(map(math.isfinite, run.losses[2:]))
+        assert run.events == ["step 2 is skipped: the loss is nan"]
+
+
+def test_a_first_step_is_undone_with_the_moments_that_it_made() -> None:
+    run, _ = faulty("skip", [1])
+    with run:
+        run.fit(1)
+        optimizer = run.optimizer_state_dict()
+        assert optimizer["step"] == 0
+        assert not any(value.any() for value in optimizer["first_moment"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every": 0}, "every is 0"),
+        ({"every": True}, "every is True"),
+        ({"policy": "rewind"}, "policy is 'rewind'; it is one of stop, skip, replay"),
+        ({"leap": 0}, "leap is 0"),
+    ],
+)
+def test_bad_options_are_told(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(msc.InputError, match=text):
+        msc.Guard(**options)
+    with pytest.raises(msc.InputError, match="guard is 5; it is an"):
+        trainer(None, guard=5)
