@@ -29,10 +29,17 @@ def open_ring(folder: Path, program: Program, rank: int) -> Ring:
     if rank == 0:
         text = json.dumps({"mesh": [list(axis) for axis in program.mesh]})
         (folder / _RUN).write_text(text + "\n")
-    (folder / f"rank-{rank:05d}.schedule.json").write_text(to_text(schedule))
+    files = ring_files(folder, rank)
+    Path(files["schedule"]).write_text(to_text(schedule))
     channels = sorted({act.channel for act in schedule})
     capacity = max(CAPACITY, 2 * len(schedule))
-    return Ring(folder / f"rank-{rank:05d}.ring", rank, channels, capacity)
+    return Ring(Path(files["ring"]), rank, channels, capacity)
+
+
+def ring_files(folder: Path, rank: int) -> dict[str, str]:
+    """Where a rank's "ring" and "schedule" are."""
+    name = str(folder / f"rank-{rank:05d}")
+    return {"ring": f"{name}.ring", "schedule": f"{name}.schedule.json"}
 
 
 def diagnose(folder: Path, picture: Path | None = None) -> tuple[Verdict, str]:

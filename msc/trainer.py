@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -18,14 +19,18 @@ from msc.checkpoint.options import Checkpoint
 from msc.checkpoint.run import History, RunCheckpoints
 from msc.gathering import gather_buffers, gather_whole
 from msc.ir.errors import CommunicationError, InputError, PlanError
+from msc.ir.optimizer import Optimizer
 from msc.passes.forward_only import forward_only
 from msc.program import Program
 from msc.progress import Log, TrainingProgress, show
 from msc.ranks import is_lost_peer, join
-from msc.run_folder import open_ring
+from msc.recovery import Recovery
+from msc.run_folder import open_ring, ring_files
 from msc.runtime.diagnosis.recording import RecordingRank
 from msc.runtime.diagnosis.ring import Ring
 from msc.runtime.process import Backend, ProcessExecutor
+from msc.runtime.recovery.journal import Entry
+from msc.runtime.state import RankState
 
 
 class Trainer:
@@ -39,6 +44,9 @@ class Trainer:
     this process without a launcher. Making a Trainer and all of its methods except `close` are
     collective. `with Trainer(...) as trainer` leaves the job at the end; otherwise the end of the
     process does.
+
+    Under `msc run`, `fit` goes on after another rank was lost: when a new process has taken that
+    rank, all go back to the newest step that they all have.
 
     losses: the loss of every step so far, of the whole global batch, equal on all ranks.
     grad_norms: the global norm of each step's gradients before clipping; empty unless the optimizer
@@ -89,43 +97,80 @@ class Trainer:
         self._checkpoints: RunCheckpoints | None = None
         self._ring: Ring | None = None
         self._evaluation: tuple[fx.GraphModule, ProcessExecutor] | None = None
-        self._job = join(program.mesh, device, timedelta(seconds=timeout_s))
+        self._seed = seed
+        self._recovery = Recovery.of_process()
+        if self._recovery is not None and run is None:
+            run = self._recovery.link.folder
+        timeout = timedelta(seconds=timeout_s)
+        number = 1 if self._recovery is None else self._recovery.trainer
+        self._join = functools.partial(join, program.mesh, device, timeout, number)
         try:
-            self._start(data, seed, checkpoint, run)
-        except BaseException:
-            self._leave(finish=False)
+            with self._outside():
+                self._job = self._join()
+                started = time.monotonic()
+                self._start(data, seed, checkpoint, run)
+                self._begin(started)
+        except BaseException as error:
+            if self._recovery is not None:
+                self._recovery.failed(None, error)
+            if hasattr(self, "_job"):
+                self._leave(finish=False)
             raise
 
     def _start(
         self, data: Data, seed: int, checkpoint: Checkpoint | None, run: str | Path | None
     ) -> None:
         job, program = self._job, self.program
-        job.agree(
-            {
-                "program": program.fingerprint,
-                "seed": str(seed),
-                "set of initial parameters": program.values_digest,
-                "checkpoint": str(checkpoint),
-            }
-        )
+        self._facts = {
+            "program": program.fingerprint,
+            "seed": str(seed),
+            "set of initial parameters": program.values_digest,
+            "checkpoint": str(checkpoint),
+        }
+        job.agree(self._facts)
+        link = None if self._recovery is None else self._recovery.link
         self._graph = program.rank_graph(job.rank)
         self._batches = Batches(program, job.rank, data, job.device)
         if checkpoint is not None:
-            self._checkpoints = RunCheckpoints(checkpoint, program, job, seed, self._batches)
+            self._checkpoints = RunCheckpoints(
+                checkpoint, program, job, seed, self._batches, link
+            )
         before_update = self._checkpoints.before_update if self._checkpoints is not None else None
         rank_of = None
         if run is not None:
             self._ring = open_ring(Path(run), program, job.rank)
             rank_of = functools.partial(RecordingRank, ring=self._ring)
+            if link is not None:
+                link.tell("ring", **ring_files(Path(run), job.rank))
         self._executor = self._new_executor(self._graph, before_update, rank_of)
-        self._state = program.initial_state(job.rank, seed)
-        for values in (self._state.parameters, self._state.buffers):
-            values.update({name: value.to(job.device) for name, value in values.items()})
+        self._state = self._initial_state()
+        if self._recovery is not None:
+            self._recovery.begin(job, self._executor.abort)
+
+    def _begin(self, started: float) -> None:
+        """Go to the state that the run goes on from; all ranks are there since `started`."""
+        grouped = time.monotonic()
+        source = None if self._job.generation is None else self._job.generation.source
+        if source is not None and self._checkpoints is not None and self._recovery is not None:
+            self._checkpoints.restore(self._state, source)
+            self._history.become(self._recovery.history(source.step))
+        else:
+            found = None
+            if self._checkpoints is not None:
+                with self._in_step(0, "resuming from a checkpoint"):
+                    found = self._checkpoints.resume(self._state)
+            self._history.become(found or History())
         if self._checkpoints is not None:
-            with self._in_step(0, "resuming from a checkpoint"):
-                self._history = self._checkpoints.resume(self._state) or self._history
-                self._checkpoints.start()
+            self._checkpoints.start()
             self._show_messages(lambda line: show(self._log, line))
+        if self._recovery is not None:
+            self._recovery.began(self._job, self._history, started, grouped)
+
+    def _initial_state(self) -> RankState:
+        state = self.program.initial_state(self.rank, self._seed)
+        for values in (state.parameters, state.buffers):
+            values.update({name: value.to(self._job.device) for name, value in values.items()})
+        return state
 
     def _new_executor(
         self,
@@ -193,29 +238,66 @@ class Trainer:
         work, unit = (samples, "samples") if tokens is None else (tokens, "tokens")
         log = self._log if self.rank == 0 else False
         last = self.step + steps
-        with TrainingProgress(log, self.step, steps, work, unit) as progress:
+        recovery = self._recovery
+        if recovery is not None:
+            last = recovery.enter(self._job, self.step, last, self._batches.can_rewind)
+        with TrainingProgress(log, self.step, last - self.step, work, unit) as progress:
             while self.step < last:
-                with self._in_step(self.step + 1):
-                    self._phase("step", self.step + 1)
-                    inputs = self._batches.while_gathering(lambda: self._load(last))
-                    outputs = self._executor.run(self._state.arguments(self._graph, inputs))
-                    loss = float(outputs["loss"])
-                before = self.skipped_steps
-                self._state.advance(self._graph, outputs)
-                self.losses.append(loss)
-                if "grad_norm" in outputs:
-                    self.grad_norms.append(float(outputs["grad_norm"]))
-                rate = outputs.get("learning_rate", optimizer.lr)
-                self.learning_rates.append(float(rate))
-                progress.step(self.step, loss)
-                if self.skipped_steps > before:
-                    progress.skipped(self.step, self.grad_norms[-1], self.skipped_steps)
-                self._phase("idle")
-                if self._checkpoints is not None:
-                    self._phase("save")
-                    self._checkpoints.after_step(self._state, self._history)
-                    self._show_messages(progress.note)
-                    self._phase("idle")
+                if recovery is None:
+                    self._take_step(last, optimizer, progress)
+                elif not recovery.attempt(
+                    self.step + 1, lambda: self._take_step(last, optimizer, progress)
+                ):
+                    while not recovery.attempt(None, self._meet_again):
+                        pass
+        if recovery is not None:
+            recovery.leave(self._job, self.step)
+
+    def _take_step(self, last: int, optimizer: Optimizer, progress: TrainingProgress) -> None:
+        with self._in_step(self.step + 1):
+            self._phase("step", self.step + 1)
+            inputs = self._batches.while_gathering(lambda: self._load(last))
+            outputs = self._executor.run(self._state.arguments(self._graph, inputs))
+            loss = float(outputs["loss"])
+        before = self.skipped_steps
+        self._state.advance(self._graph, outputs)
+        self.losses.append(loss)
+        norm = float(outputs["grad_norm"]) if "grad_norm" in outputs else None
+        if norm is not None:
+            self.grad_norms.append(norm)
+        rate = float(outputs.get("learning_rate", optimizer.lr))
+        self.learning_rates.append(rate)
+        if self._recovery is not None:
+            self._recovery.record(self._job, self.step, Entry(loss, norm, rate))
+        progress.step(self.step, loss)
+        if self.skipped_steps > before:
+            progress.skipped(self.step, self.grad_norms[-1], self.skipped_steps)
+        self._phase("idle")
+        if self._checkpoints is not None:
+            self._phase("save")
+            self._checkpoints.after_step(self._state, self._history)
+            self._show_messages(progress.note)
+            self._phase("idle")
+
+    def _meet_again(self) -> None:
+        """After another rank was lost: meet who is there now, and go back to what all have."""
+        if self._checkpoints is not None:
+            self._checkpoints.settle()
+        self._phase("lost")
+        self._job.close()
+        self._job = self._join()
+        started = time.monotonic()
+        self._job.agree(self._facts)
+        if self._ring is not None:
+            self._ring.begin()
+        self._executor.join()
+        self._evaluation = None
+        self._batches.rewind()
+        if self._checkpoints is not None:
+            self._checkpoints.meet(self._job)
+        if self._job.generation is None or self._job.generation.source is None:
+            self._state = self._initial_state()
+        self._begin(started)
 
     def _load(self, last: int) -> dict[str, Tensor]:
         """The inputs of the next step."""
@@ -237,13 +319,15 @@ class Trainer:
         if steps is None and batches.endless:
             raise InputError("Data with rows(step, indices) has no end: say how many steps.")
         losses: list[float] = []
-        while steps is None or len(losses) < steps:
-            with self._in_step(self.step, "evaluation batch " + str(len(losses) + 1)):
-                inputs = batches.next(len(losses))
-                if inputs is None:
-                    break
-                graph, executor = self._evaluator()
-                losses.append(float(executor.run(self._state.arguments(graph, inputs))["loss"]))
+        with self._outside("evaluate"):
+            while steps is None or len(losses) < steps:
+                with self._in_step(self.step, "evaluation batch " + str(len(losses) + 1)):
+                    inputs = batches.next(len(losses))
+                    if inputs is None:
+                        break
+                    graph, executor = self._evaluator()
+                    found = executor.run(self._state.arguments(graph, inputs))
+                    losses.append(float(found["loss"]))
         if not losses:
             raise InputError("The data to evaluate on has no batch.")
         return sum(losses) / len(losses)
@@ -260,6 +344,8 @@ class Trainer:
         try:
             yield
         except Exception as error:
+            if self._recovery is not None and is_lost_peer(error):
+                raise  # whoever hears of it meets the others again, or waits to be replaced
             self._phase("lost" if is_lost_peer(error) else "failed")
             self._job.report(step, error)
             if is_lost_peer(error):
@@ -270,6 +356,14 @@ class Trainer:
             error.add_note(place)
             raise
 
+    def _outside(self, method: str = "") -> AbstractContextManager[None]:
+        """Around what is collective and outside of `fit`."""
+        if self._recovery is None:
+            return nullcontext()
+        if method:
+            self._recovery.check_first(self._job, method)
+        return self._recovery.outside()
+
     # -- state
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -278,11 +372,12 @@ class Trainer:
         For its `load_state_dict`. Gathered to every rank, on the CPU.
         """
         self._check_open()
-        found = gather_whole(self.program, self._state.parameters, self.rank, self._job.device)
+        with self._outside("state_dict"):
+            found = gather_whole(self.program, self._state.parameters, self.rank, self._job.device)
+            found |= gather_buffers(self.program, self._state.buffers, self.rank, self._job.device)
         for name, layout in self.program.parameters.items():
             if not layout.stages:  # no stage reads it
                 found[name] = self.program.read_parameter(name).clone()
-        found |= gather_buffers(self.program, self._state.buffers, self.rank, self._job.device)
         return self.program.state_dict(found)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -299,7 +394,10 @@ class Trainer:
                 name: self._state.moments.get(f"{state}.{name}", torch.zeros_like(value))
                 for name, value in self._state.parameters.items()
             }
-            result[state] = gather_whole(self.program, shards, self.rank, self._job.device, names)
+            with self._outside("optimizer_state_dict"):
+                result[state] = gather_whole(
+                    self.program, shards, self.rank, self._job.device, names
+                )
         return result
 
     def save(self) -> None:
@@ -311,8 +409,9 @@ class Trainer:
         self._check_open()
         if self._checkpoints is None:
             raise InputError("This Trainer was made without checkpoint=msc.Checkpoint(folder).")
-        self._checkpoints.save(self._state, self._history, wait=True)
-        self._checkpoints.flush()
+        with self._outside("save"):
+            self._checkpoints.save(self._state, self._history, wait=True)
+            self._checkpoints.flush()
         self._show_messages(lambda line: show(self._log, line))
 
     def _show_messages(self, tell: Callable[[str], None]) -> None:

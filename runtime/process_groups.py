@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from msc.ir.errors import PlanError
 from msc.ir.groups import Group
+from msc.runtime.recovery.sockets import recording, shut
 from msc.ir.mesh import Mesh
 
 _CPU = torch.device("cpu")
@@ -71,12 +72,26 @@ class ProcessGroups:
             wanted["channel", channel, pair] = (channel, stage)
         self._groups: dict[str, Communicator] = {}
         self._channels: dict[tuple[str, int], Channel] = {}
-        for kind, name, members in sorted(wanted):
-            if kind == "group":
-                self._groups[name] = self._communicator(members)
-            else:
-                self._channels[wanted[kind, name, members]] = self._channel(name, members)
+        with recording():
+            for kind, name, members in sorted(wanted):
+                if kind == "group":
+                    self._groups[name] = self._communicator(members)
+                else:
+                    self._channels[wanted[kind, name, members]] = self._channel(name, members)
         self._check_tags()
+
+    def abort(self) -> None:
+        """End what waits for other ranks with an error.
+
+        An abort of gloo wakes nobody; what does is to shut its connections.
+        """
+        if self.backend == "gloo":
+            shut()
+            return
+        found = {each.handle for each in (*self._groups.values(), *self._channels.values())}
+        for handle in {*found, dist.group.WORLD}:
+            if handle is not None:
+                handle.abort()
 
     def group(self, name: str) -> Communicator:
         """The communicator of a symbolic group name."""

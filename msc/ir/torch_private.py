@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
 
 # The joint forward and backward graph, and what its inputs and outputs stand for.
 from torch._functorch._aot_autograd.descriptors import (

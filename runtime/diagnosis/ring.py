@@ -71,6 +71,13 @@ class Ring:
         self._step = self._first = 0
         self.phase("idle")
 
+    def begin(self) -> None:
+        """Forget all communications: the ranks have met again, and count from 0."""
+        self._started = [0] * len(self._started)
+        self._count = self._step = self._first = 0
+        self._map[self._counts : len(self._map)] = bytes(len(self._map) - self._counts)
+        self.phase("idle")
+
     def phase(self, name: str, step: int | None = None) -> None:
         """What the rank does now; with a step's number where one begins."""
         if step is not None:
