@@ -29,17 +29,16 @@ def open_ring(folder: Path, program: Program, rank: int) -> Ring:
     if rank == 0:
         text = json.dumps({"mesh": [list(axis) for axis in program.mesh]})
         (folder / _RUN).write_text(text + "\n")
-    files = ring_files(folder, rank)
-    Path(files["schedule"]).write_text(to_text(schedule))
+    ring, file = ring_files(folder, rank)
+    file.write_text(to_text(schedule))
     channels = sorted({act.channel for act in schedule})
     capacity = max(CAPACITY, 2 * len(schedule))
-    return Ring(Path(files["ring"]), rank, channels, capacity)
+    return Ring(ring, rank, channels, capacity)
 
 
-def ring_files(folder: Path, rank: int) -> dict[str, str]:
-    """Where a rank's "ring" and "schedule" are."""
-    name = str(folder / f"rank-{rank:05d}")
-    return {"ring": f"{name}.ring", "schedule": f"{name}.schedule.json"}
+def ring_files(folder: Path, rank: int) -> tuple[Path, Path]:
+    """Where a rank's ring and its schedule are."""
+    return folder / f"rank-{rank:05d}.ring", folder / f"rank-{rank:05d}.schedule.json"
 
 
 def diagnose(folder: Path, picture: Path | None = None) -> tuple[Verdict, str]:
@@ -57,8 +56,7 @@ def diagnose(folder: Path, picture: Path | None = None) -> tuple[Verdict, str]:
     views: dict[int, RankView] = {}
     schedules: dict[int, list[Act]] = {}
     for rank in range(mesh.size):
-        ring = folder / f"rank-{rank:05d}.ring"
-        schedule = folder / f"rank-{rank:05d}.schedule.json"
+        ring, schedule = ring_files(folder, rank)
         if ring.exists():
             views[rank] = read_ring(ring)
         if schedule.exists():

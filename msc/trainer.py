@@ -132,16 +132,15 @@ class Trainer:
         self._graph = program.rank_graph(job.rank)
         self._batches = Batches(program, job.rank, data, job.device)
         if checkpoint is not None:
-            self._checkpoints = RunCheckpoints(
-                checkpoint, program, job, seed, self._batches, link
-            )
+            self._checkpoints = RunCheckpoints(checkpoint, program, job, seed, self._batches, link)
         before_update = self._checkpoints.before_update if self._checkpoints is not None else None
         rank_of = None
         if run is not None:
             self._ring = open_ring(Path(run), program, job.rank)
             rank_of = functools.partial(RecordingRank, ring=self._ring)
             if link is not None:
-                link.tell("ring", **ring_files(Path(run), job.rank))
+                ring, schedule = ring_files(Path(run), job.rank)
+                link.tell("ring", ring=str(ring), schedule=str(schedule))
         self._executor = self._new_executor(self._graph, before_update, rank_of)
         self._state = self._initial_state()
         if self._recovery is not None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from msc.ir.errors import PlanError
 from msc.ir.groups import Group
-from msc.runtime.recovery.sockets import recording, shut
 from msc.ir.mesh import Mesh
+from msc.runtime.recovery.sockets import recording, shut
 
 _CPU = torch.device("cpu")
 
@@ -88,8 +88,9 @@ class ProcessGroups:
         if self.backend == "gloo":
             shut()
             return
-        found = {each.handle for each in (*self._groups.values(), *self._channels.values())}
-        for handle in {*found, dist.group.WORLD}:
+        handles = {each.handle for each in self._groups.values()}
+        handles |= {each.handle for each in self._channels.values()}
+        for handle in {*handles, dist.group.WORLD}:
             if handle is not None:
                 handle.abort()
 

@@ -112,7 +112,7 @@ class SharedMemory:
         self._wait(self._sent(source, self.position), source)
 
     def abort(self) -> None:
-        """Let this member wait for nobody any more: `CommunicationError`; any thread may call it."""
+        """End every wait of this member with `LostRankError`; any thread may call it."""
         self._aborted = True
 
     def _sent(self, source: int, owner: int) -> int:

@@ -1,7 +1,7 @@
 """What says which snapshot a slot of an arena holds, behind the slots: it outlives the trainer.
 
-    per slot   generation and step of a complete snapshot, step -1 while it is being copied
-    per slot   the bytes of a text, and the text: what is no tensor
+per slot   generation and step of a complete snapshot, step -1 while it is being copied
+per slot   the bytes of a text, and the text: what is no tensor
 """
 
 from __future__ import annotations

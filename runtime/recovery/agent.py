@@ -44,7 +44,14 @@ _END_S = 10.0
 """How long processes that were asked to end may take."""
 
 # What a rank does, as far as the agent knows.
-_STARTS, _WAITS, _JOINS, _RUNS, _LEAVES, _ENDED = "starts", "waits", "joins", "runs", "leaves", "ended"
+_STARTS, _WAITS, _JOINS, _RUNS, _LEAVES, _ENDED = (
+    "starts",
+    "waits",
+    "joins",
+    "runs",
+    "leaves",
+    "ended",
+)
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,10 @@ class _Member:
 class Agent:
     """Runs a script as `nproc` ranks on this host.
 
-    arguments: the script and its own; folder: of the run, for rings and events; standbys: processes
-    that wait, with `modules` imported, to take a rank; replacements, restarts: how many ranks may be
-    replaced while others go on, and how often all may be started anew. With none of both a fault
-    ends the run, and ranks do not know of the agent.
+    arguments: the script and its own; folder: of the run, for rings and events; standbys: how many
+    processes wait, with `modules` imported, to take a rank; replacements, restarts: how many ranks
+    may be replaced while others go on, and how often all may be started anew. With none of both a
+    fault ends the run, and ranks do not know of the agent.
     """
 
     def __init__(
@@ -125,9 +132,7 @@ class Agent:
         """Run to the end; the exit code: 0, that of the rank that failed, or 128 and a signal."""
         with self._signals():
             try:
-                self._members = [
-                    _Member(rank, self._new_worker()) for rank in range(self._world)
-                ]
+                self._members = [_Member(rank, self._new_worker()) for rank in range(self._world)]
                 for member in self._members:
                     self._start(member)
                 while self._code is None:
@@ -431,7 +436,8 @@ class Agent:
         else:
             first, second = self._budget
             self._give_up(
-                faults[0], f"{first} replacements and {second} restarts, as many as allowed, are used"
+                faults[0],
+                f"all of its {first} replacements and {second} restarts are used",
             )
             return
         for fault in faults:

@@ -1,7 +1,7 @@
 """The losses of a run, in memory that outlives every rank: for who takes over, and to compare.
 
-    8 bytes      which Trainer of the script the steps are of
-    per step     whether it is there, and whether it has a norm; loss, norm, learning rate
+8 bytes      which Trainer of the script the steps are of
+per step     whether it is there, and whether it has a norm; loss, norm, learning rate
 """
 
 from __future__ import annotations
