@@ -312,6 +312,7 @@ class Agent:
         event = message.pop("event")
         if worker in self._standbys:
             worker.warm = event == "warm"
+            self.events.record("standby is warm", pid=worker.pid)
             return
         member = next((each for each in self._members if each.worker is worker), None)
         if member is None or self._is_doomed(worker):

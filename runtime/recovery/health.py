@@ -10,10 +10,12 @@ from pathlib import Path
 
 from msc.runtime.diagnosis.blame import (
     BUSY,
+    DATA,
     DEAD,
     FROZEN,
     MISMATCH,
     RING,
+    SAVING,
     SILENT,
     STUCK,
     Cause,
@@ -28,11 +30,14 @@ TIMES = 6.0
 """How many of the slowest of the last steps that time is, if it is more."""
 FIRST_STEPS_S = 120.0
 """The same while too few steps of a generation were taken to say: kernels may be compiled yet."""
+WITHOUT_DATA_S = 60.0
+"""The same where a rank waits for its data or for storage, which may just be slow."""
 _LOOK_S = 0.5
 """Between two readings of the rings."""
 _STEPS = 8
 _HEAD = struct.Struct("<8sIIQIIQQ")
 _GUILTY = (FROZEN, DEAD, BUSY, MISMATCH)
+_SLOW = (DATA, SAVING)
 _TOGETHER = (RING, STUCK, SILENT)
 
 
@@ -131,7 +136,8 @@ class Health:
                 views[rank] = view
             schedules[rank] = from_text(pulse.schedule.read_text())
         causes = blame(views, schedules, len(self._pulses)).causes
-        guilty = tuple(cause for cause in causes if cause.what in _GUILTY)
+        kinds = _GUILTY if still < WITHOUT_DATA_S else _GUILTY + _SLOW
+        guilty = tuple(cause for cause in causes if cause.what in kinds)
         text = "; ".join(f"rank {c.rank} {c.what}{_detail(c)}" for c in causes) or "nobody gets on"
         if guilty or any(cause.what in _TOGETHER for cause in causes):
             return Standstill(still, guilty, text)
