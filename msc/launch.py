@@ -15,7 +15,7 @@ from msc.runtime.recovery.agent import Agent
 
 __all__ = ["launch", "under_torchrun"]
 
-_AHEAD = ("msc.compiler", "msc.trainer", "msc.program", "msc.launch")
+_AHEAD = ("msc.compiler", "msc.trainer", "msc.launch", "torch._functorch.aot_autograd")
 """What a standby imports before it is needed."""
 
 

@@ -52,8 +52,8 @@ class Recovery:
                 found.grad_norms.append(entry.norm)
         return found
 
-    def began(self, job: Job, history: History, started: float, grouped: float) -> None:
-        """This rank has its state, of all steps in `history`; when it began, and had its groups."""
+    def began(self, job: Job, history: History, grouped: float) -> None:
+        """This rank has its state, of all steps in `history`, and has had its groups since."""
         generation = job.generation
         if generation is None:
             return
@@ -67,7 +67,6 @@ class Recovery:
                 self.link.journal.write(step, Entry(loss, norm, history.learning_rates[step - 1]))
         self.link.tell(
             "restored",
-            groups_s=grouped - started,
             load_s=time.monotonic() - grouped,
             source=source,
             step=len(history.losses),

@@ -107,9 +107,8 @@ class Trainer:
         try:
             with self._outside():
                 self._job = self._join()
-                started = time.monotonic()
                 self._start(data, seed, checkpoint, run)
-                self._begin(started)
+                self._begin()
         except BaseException as error:
             if self._recovery is not None:
                 self._recovery.failed(None, error)
@@ -146,8 +145,8 @@ class Trainer:
         if self._recovery is not None:
             self._recovery.begin(job, self._executor.abort)
 
-    def _begin(self, started: float) -> None:
-        """Go to the state that the run goes on from; all ranks are there since `started`."""
+    def _begin(self) -> None:
+        """Go to the state that the run goes on from; this rank has its groups."""
         grouped = time.monotonic()
         source = None if self._job.generation is None else self._job.generation.source
         if source is not None and self._checkpoints is not None and self._recovery is not None:
@@ -163,7 +162,7 @@ class Trainer:
             self._checkpoints.start()
             self._show_messages(lambda line: show(self._log, line))
         if self._recovery is not None:
-            self._recovery.began(self._job, self._history, started, grouped)
+            self._recovery.began(self._job, self._history, grouped)
 
     def _initial_state(self) -> RankState:
         state = self.program.initial_state(self.rank, self._seed)
@@ -285,7 +284,6 @@ class Trainer:
         self._phase("lost")
         self._job.close()
         self._job = self._join()
-        started = time.monotonic()
         self._job.agree(self._facts)
         if self._ring is not None:
             self._ring.begin()
@@ -296,7 +294,7 @@ class Trainer:
             self._checkpoints.meet(self._job)
         if self._job.generation is None or self._job.generation.source is None:
             self._state = self._initial_state()
-        self._begin(started)
+        self._begin()
 
     def _load(self, last: int) -> dict[str, Tensor]:
         """The inputs of the next step."""

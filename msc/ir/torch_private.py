@@ -22,14 +22,6 @@ from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
-# The joint forward and backward graph, and what its inputs and outputs stand for.
-from torch._functorch._aot_autograd.descriptors import (
-    GradAOTOutput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
 # An op that runs a graph, such as a region under no_grad: how torch.export keeps such regions.
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 
@@ -229,8 +221,12 @@ def joint_graph(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphM
     """The joint forward and backward graph of `gm`, by AOTAutograd's joint export.
 
     Placeholders and the output carry `meta["desc"]`; see `joint_inputs` and `joint_outputs`. The
-    public torch.export has no joint form that keeps ops whole.
+    public torch.export has no joint form that keeps ops whole. Imported where it is used, as are
+    what its inputs and outputs stand for: a rank that loads a program compiles nothing, and the
+    import takes as long as that of torch.
     """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
     with contextlib.ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(stack, gm, tuple(inputs))
     graph_module = exported.graph_module
@@ -245,6 +241,8 @@ def _number(desc: Any) -> int:
 
 def joint_inputs(joint: fx.GraphModule) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
     """Placeholders of a joint graph: by input number, and tangents by output number."""
+    from torch._functorch._aot_autograd.descriptors import TangentAOTInput
+
     primals: dict[int, fx.Node] = {}
     tangents: dict[int, fx.Node] = {}
     for node in joint.graph.nodes:
@@ -260,6 +258,8 @@ def joint_inputs(joint: fx.GraphModule) -> tuple[dict[int, fx.Node], dict[int, f
 
 def joint_outputs(joint: fx.GraphModule) -> tuple[dict[int, Any], dict[int, Any]]:
     """Outputs of a joint graph: by output number, and gradients by input number."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTOutput
+
     node = joint.graph.output_node()
     outputs: dict[int, Any] = {}
     gradients: dict[int, Any] = {}

@@ -377,9 +377,9 @@ class Agent:
             self._arenas[member.rank], member.arena = member.arena, None
         repair = self._repair
         if repair is not None:
-            repair.groups_s = max(repair.groups_s, message["groups_s"])
             repair.load_s = max(repair.load_s, message["load_s"])
             repair.source = message["source"]
+            repair.step = message["step"]
         if all(each.stage == _RUNS for each in self._members):
             self._health.begin()
             if repair is not None:
@@ -397,6 +397,7 @@ class Agent:
         self.events.record(
             "recovered",
             generation=self._generation,
+            restored=repair.step,
             step=repair.caught_up,
             source=repair.source,
             replaced=sorted(repair.replaced),
@@ -539,12 +540,15 @@ class Agent:
             )
         if self._repair is not None:
             self._repair.joined = time.monotonic()
-            self._repair.groups_s = self._repair.load_s = self._repair.restored = 0.0
+            self._repair.load_s = self._repair.restored = 0.0
             self._repair.caught_up = None
 
     # -- the end
 
     def _give_up(self, fault: Fault, why: str) -> None:
+        while self._doomed:  # they may have something to say, which the last word here explains
+            self._reap()
+            time.sleep(_TICK_S)
         self._code = fault.code
         self.events.record("gave up", generation=self._generation, why=why, **vars(fault))
         if self._recovers:
@@ -557,9 +561,6 @@ class Agent:
 
     def _end(self) -> None:
         """End every process; those that write a checkpoint may finish."""
-        while self._doomed and self._code:
-            self._reap()
-            time.sleep(_TICK_S)
         running = [member.worker for member in self._members if member.worker.poll() is None]
         for worker in running:
             worker.ask_to_end()

@@ -16,6 +16,7 @@ class Events:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE
+        self._file.touch()
 
     def record(self, event: str, **facts: Any) -> None:
         """Record an event."""
@@ -30,5 +31,4 @@ class Events:
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """All events of a run so far."""
-    path = folder / FILE
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]

@@ -12,9 +12,9 @@ from msc.runtime.recovery.faults import Fault
 class Repair:
     """Times are those of `time.monotonic`, 0 while it is not so far.
 
-    left: all survivors were out of their group; joined: all ranks were there; groups_s, load_s:
-    of the slowest rank; source: where the state came from; standbys: how many took a rank;
-    caught_up: the first new step.
+    left: all survivors were out of their group; joined: all ranks were there; load_s: of the
+    slowest rank; source, step: where the state came from, and of which step it is; caught_up: the
+    first new step; standbys: how many took a rank.
     """
 
     faults: list[Fault]
@@ -22,9 +22,9 @@ class Repair:
     left: float = 0.0
     joined: float = 0.0
     restored: float = 0.0
-    groups_s: float = 0.0
     load_s: float = 0.0
     source: str = ""
+    step: int = 0
     caught_up: int | None = None
     replaced: set[int] = field(default_factory=set)
     standbys: int = 0
@@ -34,12 +34,12 @@ class Repair:
         now = time.monotonic()
         left = min(max(self.left, self.noticed), self.joined)
         both = self.restored - self.joined
-        groups = min(self.groups_s, both)
+        load = min(self.load_s, both)
         return {
             "detect": self.faults[0].detect_s,
             "tear down": left - self.noticed,
             "start": self.joined - left,
-            "groups": groups,
-            "load": both - groups,
+            "groups": both - load,
+            "load": load,
             "catch up": now - self.restored,
         }

@@ -3,8 +3,8 @@
 Trains the program in FOLDER/MESH with checkpoints in FOLDER/RESULT.saves; rank 0's findings go to
 FOLDER/RESULT. FAULTS are `RANK@STEP@WHAT` with commas between them, each done once, when the rank
 asks for the data of the step: WHAT is a signal, "raise", "spin" (computes for ever), "wait" (until
-a standby is there), or "always", which raises every time. At STEP "start" it is done before the
-rank meets the others, if a fault was done before.
+a standby is there), or "always", which raises every time. At STEP "fit" it is done before the
+first step, and at "start" before the rank meets the others, if a fault was done before.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def main() -> None:
     data = Data()
     with msc.Trainer(program, data, log=False, checkpoint=saves) as trainer:
         data.trainer = trainer
+        do_faults("fit", trainer)
         trainer.fit(int(steps) - trainer.step)
         found = {
             "params": trainer.state_dict(),
