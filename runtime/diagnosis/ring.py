@@ -137,11 +137,13 @@ class Record:
 class RankView:
     """What one rank's ring says.
 
-    alive: "running", "stopped", "dead", or "unknown" for a process of another machine. in_step: how
-    many records the step has so far; started: per channel, all of the run; records: the last ones.
+    pid: of its process. alive: "running", "stopped", "dead", or "unknown" for a process of another
+    machine. in_step: how many records the step has so far; started: per channel, all of the run;
+    records: the last ones.
     """
 
     rank: int
+    pid: int
     alive: str
     phase: str
     step: int
@@ -180,7 +182,15 @@ def read_ring(file: Path) -> RankView:
     in_step = (found[-1][0] if found else 0) - first
     alive = _alive(facts)
     return RankView(
-        facts["rank"], alive, PHASES[phase], step, in_step, since, started, tuple(records)
+        facts["rank"],
+        facts["pid"],
+        alive,
+        PHASES[phase],
+        step,
+        in_step,
+        since,
+        started,
+        tuple(records),
     )
 
 

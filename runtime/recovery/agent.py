@@ -573,10 +573,12 @@ class Agent:
             *(worker for worker, _ in self._doomed),
         ):
             self._bury(worker)
+        for worker in self._past:
+            worker.end_children(signal.SIGTERM)  # what writes a checkpoint does not heed it
         while any(worker.children() for worker in self._past) and time.monotonic() < end:
             time.sleep(_TICK_S / 5)
         for worker in self._past:
-            worker.kill_children()
+            worker.end_children(signal.SIGKILL)
         self._selector.close()
 
     @contextlib.contextmanager

@@ -89,7 +89,7 @@ class Worker:
             return False
         return True
 
-    def kill_children(self) -> None:
-        """Kill all that it has started and that is still there."""
+    def end_children(self, number: signal.Signals) -> None:
+        """Send a signal to all that it has started and that is still there."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, number)

@@ -87,6 +87,7 @@ def test_ranks_end_with_an_agent_that_is_killed(
 ) -> None:
     agent, pids = sleeping
     agent.kill()
+    agent.wait()
     wait_until(lambda: not any(runs(pid) for pid in pids[::2]))
     for pid in pids[1::2]:  # of these no rank is there to answer for
         os.kill(pid, signal.SIGKILL)
