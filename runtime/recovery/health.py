@@ -12,7 +12,6 @@ from msc.runtime.diagnosis.blame import (
     BUSY,
     DATA,
     DEAD,
-    FROZEN,
     MISMATCH,
     RING,
     SAVING,
@@ -36,7 +35,8 @@ _LOOK_S = 0.5
 """Between two readings of the rings."""
 _STEPS = 8
 _HEAD = struct.Struct("<8sIIQIIQQ")
-_GUILTY = (FROZEN, DEAD, BUSY, MISMATCH)
+_GUILTY = (DEAD, BUSY, MISMATCH)
+"""What is said of a rank that must be replaced; who is frozen the agent sees by itself."""
 _SLOW = (DATA, SAVING)
 _TOGETHER = (RING, STUCK, SILENT)
 

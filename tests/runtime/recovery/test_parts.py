@@ -136,10 +136,10 @@ def test_who_computes_while_others_wait_is_found(
     watched = Health()
     rings = []
     for rank in range(2):
-        ring, file = tmp_path / f"{rank}.ring", tmp_path / f"{rank}.json"
-        rings.append(Ring(ring, rank, [channel]))
+        path, file = tmp_path / f"{rank}.ring", tmp_path / f"{rank}.json"
+        rings.append(Ring(path, rank, [channel]))
         file.write_text(to_text(schedule))
-        watched.watch(rank, ring, file)
+        watched.watch(rank, path, file)
     for ring in rings:
         ring.phase("step", 1)
     rings[0].enter(rings[0].start("all_reduce", channel, 8))
