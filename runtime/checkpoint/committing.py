@@ -61,6 +61,9 @@ class Committer:
         self._patience_s = patience_s
         self._pending: list[_Pending] = []
         self._progress: int | None = None
+        self._older: set[str] = set()  # what was there before this attempt
+        with contextlib.suppress(OSError):
+            self._older.update(storage.names())
 
     @property
     def verified(self) -> set[str]:
@@ -126,6 +129,12 @@ class Committer:
             self._report("abandoned", older.step, error="not all ranks saved it")
         if self._keep is not None:
             waiting = {folder_name(each.step, self._attempt) for each in self._pending}
+            # Ranks that have met again may write an attempt of which this process does not know.
+            waiting |= {
+                name
+                for name in set(self._storage.names()) - self._older
+                if not name.endswith(f"-{self._attempt}")
+            }
             catalog.prune(
                 self._storage,
                 self._keep,

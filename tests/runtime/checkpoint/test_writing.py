@@ -220,3 +220,17 @@ def test_a_commit_that_fails_is_tried_again(tmp_path: Path) -> None:
     shutil.rmtree(folder / "commit.json")
     assert not committer.poll()
     assert complete(storage) == [1]
+
+
+def test_a_step_of_ranks_that_are_gone_is_given_up_when_nothing_of_it_grows(tmp_path: Path) -> None:
+    told: list[str] = []
+    storage = LocalStorage(tmp_path)
+    committer = Committer(
+        storage, WORLD, "aa", {}, None, (), lambda event, **f: told.append(event), 600.0
+    )
+    PartWriter(storage, 0, "aa", (), SIZE).write(3, memoryview(image(3, 0)))
+    committer.expect(3, {}, {})
+    assert committer.poll()
+    committer.hurry(-1.0)
+    assert not committer.poll()
+    assert told == ["abandoned"]
