@@ -43,9 +43,10 @@ def launch(
         nproc: how many ranks.
         standbys: processes that have MSC imported and wait to take a rank.
         replacements: how many ranks may be replaced. The others keep their processes, if they are
-            inside of `Trainer.fit`, and all go back to the newest step that they all have.
-        restarts: how often all ranks may be started anew where that is not possible. The script
-            must then be one that goes on by itself, from its checkpoints.
+            inside of their first `Trainer.fit`, and all go back to the newest step that they all
+            have. A new process runs the script from its beginning, so how many steps it fits must
+            depend on `trainer.step`, as with checkpoints.
+        restarts: how often all ranks may be started anew, from storage, where that is of no use.
         run: a folder for what happens (events.jsonl) and for `msc blame`; None: one that is gone
             at the end.
     """

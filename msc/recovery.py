@@ -19,8 +19,9 @@ _trainers = itertools.count(1)
 class Recovery:
     """What one Trainer tells the agent, and asks of it.
 
-    trainer: its number in this process. Only ranks inside of `fit` of their first Trainer can keep
-    their processes: where in the script others are, a process that takes a rank does not know.
+    trainer: its number in this process. Only ranks inside of the first `fit` of their first Trainer
+    can keep their processes: a process that takes a rank cannot know where else in the script they
+    are.
     """
 
     def __init__(self, link: Link) -> None:
@@ -83,8 +84,8 @@ class Recovery:
             raise
         return True
 
-    def enter(self, job: Job, step: int, last: int, can_rewind: bool) -> int:
-        """`fit` begins at `step`; up to which step it trains.
+    def enter(self, job: Job, last: int, can_rewind: bool) -> int:
+        """`fit` begins, which is to end with step `last`; with which it does end.
 
         Of a process that has taken a rank, that is up to where the others' `fit` goes.
         """
@@ -93,7 +94,7 @@ class Recovery:
         if self._calls == 1 and job.generation is not None and job.generation.last is not None:
             last = job.generation.last
         stays = can_rewind and job.generation is not None and has_group_alone()
-        self.link.tell("fit", calls=self._calls, first=step, last=last, stays=stays)
+        self.link.tell("fit", calls=self._calls, last=last, stays=stays)
         return last
 
     def leave(self, job: Job, step: int) -> None:

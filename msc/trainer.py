@@ -238,7 +238,7 @@ class Trainer:
         last = self.step + steps
         recovery = self._recovery
         if recovery is not None:
-            last = recovery.enter(self._job, self.step, last, self._batches.can_rewind)
+            last = recovery.enter(self._job, last, self._batches.can_rewind)
         with TrainingProgress(log, self.step, last - self.step, work, unit) as progress:
             while self.step < last:
                 if recovery is None:

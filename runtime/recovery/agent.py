@@ -56,10 +56,13 @@ _STARTS, _WAITS, _JOINS, _RUNS, _LEAVES, _ENDED = (
 
 @dataclass(frozen=True)
 class _Fit:
-    """The call of `Trainer.fit` that a rank is inside of; stays: whether it can go back in it."""
+    """The call of `Trainer.fit` that a rank is inside of; stays: whether it can go back in it.
+
+    Only in the first call is a new process, which runs the script from its beginning, sure to be
+    at the same place as the others when both come out of it.
+    """
 
     calls: int
-    first: int
     last: int
     stays: bool
 
@@ -424,8 +427,7 @@ class Agent:
             self._give_up(faults[0], hopeless)
             return
         common = newest_common(self._arenas, self._world)
-        step = None if common is None else common[0]
-        kept = [m for m in self._members if m.rank not in dead and self._keeps(m, step)]
+        kept = [m for m in self._members if m.rank not in dead and self._keeps(m)]
         useful = self._generation > 0 and (kept or common is not None)
         if useful and len(dead) <= self._replacements and not any(f.restart for f in faults):
             self._replacements -= len(dead)
@@ -448,8 +450,9 @@ class Agent:
             self._repair = Repair(faults)
         self._take_apart(kept, self._repair)
 
-    def _keeps(self, member: _Member, common: int | None) -> bool:
-        """Whether a rank's process can go on, where all go back to step `common`."""
+    @staticmethod
+    def _keeps(member: _Member) -> bool:
+        """Whether a rank's process can go on."""
         if member.stage == _STARTS:
             return True
         if member.stage == _ENDED or member.trainer != 1:
@@ -457,7 +460,7 @@ class Agent:
         fit = member.fit
         if fit is None:
             return member.stage == _WAITS
-        return fit.stays and (fit.calls == 1 or (common is not None and common >= fit.first))
+        return fit.stays and fit.calls == 1
 
     def _take_apart(self, kept: Sequence[_Member], repair: Repair) -> None:
         patience = max(_LEAVE_S, 2 * self._health.slow_step_s())
@@ -513,11 +516,6 @@ class Agent:
         """All ranks are there: they form the next generation."""
         common = None if self._from_storage else newest_common(self._arenas, self._world)
         inside = [member.fit for member in self._members if member.fit is not None]
-        step = None if common is None else common[0]
-        if self._repair is not None and not all(self._keeps(m, step) for m in self._members):
-            what = "cannot go on from one place of the script"
-            self._news.append(Fault(None, what, None, restart=True))
-            return
         self._generation += 1
         self._from_storage = False
         self._lost = None

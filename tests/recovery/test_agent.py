@@ -35,7 +35,8 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     if os.environ["RANK"] == "1":
         sys.exit(7)
     dist.all_reduce(value)
-print("sum", value.item(), "argument", sys.argv[1], "threads", os.environ["OMP_NUM_THREADS"])
+threads = os.environ["OMP_NUM_THREADS"]
+print(f"sum {value.item()} argument {sys.argv[1]} threads {threads}\\n", end="")
 dist.destroy_process_group()
 """
 
