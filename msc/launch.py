@@ -10,12 +10,13 @@ from pathlib import Path
 
 from msc.ir.dump import make_folder
 from msc.ir.errors import InputError, PlanError
+from msc.ir.torch_private import LATE_IMPORTS
 from msc.ranks import under_torchrun
 from msc.runtime.recovery.agent import Agent
 
 __all__ = ["launch", "under_torchrun"]
 
-_AHEAD = ("msc.compiler", "msc.trainer", "msc.launch", "torch._functorch.aot_autograd")
+_AHEAD = ("msc.compiler", "msc.trainer", "msc.launch", *LATE_IMPORTS)
 """What a standby imports before it is needed."""
 
 

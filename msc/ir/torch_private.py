@@ -42,6 +42,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 # A mode that sees every op: what a module's initialization does to its parameters.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+LATE_IMPORTS = ("torch._functorch.aot_autograd",)
+"""Modules that are imported when something is compiled, which takes seconds."""
+
 
 def is_mutable(op: OpOverload) -> bool:
     """Whether the op writes to an operand. The schema has no public accessor."""
