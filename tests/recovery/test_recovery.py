@@ -23,11 +23,13 @@ STEPS = 12
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def start(folder: Path, mesh: str, nproc: int, faults: str, result: str, *options: str) -> Any:
+def start(
+    folder: Path, mesh: str, nproc: int, faults: str, result: str, *options: str, steps: str = "12"
+) -> Any:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-m", "msc", "run", "--nproc", str(nproc)]
     command += ["--run", str(folder / f"{result}.run"), *options]
-    command += [str(JOB), str(folder), mesh, str(STEPS), result, faults]
+    command += [str(JOB), str(folder), mesh, steps, result, faults]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
@@ -78,6 +80,13 @@ def test_a_frozen_rank_and_one_that_spins_are_replaced(folder: Path) -> None:
     assert [each["replaced"] for each in found] == [[1], [0]]
     assert "rank 1 is frozen (it was stopped) in step 6" in done.stderr
     assert "rank 0 computes, or hangs outside of communication" in done.stderr
+
+
+def test_in_a_later_fit_all_processes_are_replaced(folder: Path) -> None:
+    done = start(folder, "dp=2", 2, "1@9@SIGKILL", "later", steps="6+12")
+    found = check(folder, "dp=2", "later", done)
+    assert [each["replaced"] for each in found] == [[0, 1]]
+    assert [each["source"] for each in found] == ["memory"]
 
 
 def test_without_replacements_all_go_on_from_storage(folder: Path) -> None:
