@@ -1,10 +1,11 @@
 """What the tests of recovery run in every rank: python job.py FOLDER MESH STEPS RESULT FAULTS
 
 Trains the program in FOLDER/MESH to STEPS, or "6+12" in two calls of fit, with checkpoints in
-FOLDER/RESULT.saves; rank 0's findings go to FOLDER/RESULT. FAULTS are `RANK@STEP@WHAT` with commas between them, each done once, when the rank
-asks for the data of the step: WHAT is a signal, "raise", "spin" (computes for ever), "wait" (until
-a standby is there), or "always", which raises every time. At STEP "fit" it is done before the
-first step, and at "start" before the rank meets the others, if a fault was done before.
+FOLDER/RESULT.saves; rank 0's findings go to FOLDER/RESULT. FAULTS are `RANK@STEP@WHAT` with commas
+between them, each done once, when the rank asks for the data of the step: WHAT is a signal,
+"raise", "spin" (computes for ever), "wait" (until a standby is there), or "always", which raises
+every time. At STEP "fit" it is done before the first step, and at "start" before the rank meets the
+others, if a fault was done before.
 """
 
 from __future__ import annotations
