@@ -3,15 +3,20 @@
     make demo
 
 Trains the byte-level GPT of `train_gpt.py` with pp=2,tp=2 and with dp=2,tp=2, and the plain module
-with torch.optim.AdamW in one process, on the same rows. The exit code is 1 unless all losses agree.
+with torch.optim.AdamW in one process, on the same rows. Then it trains with dp=2,tp=2 again, and
+kills a rank halfway: another process takes it. The exit code is 1 unless all losses agree, and that
+run ends with the same weights as the one that nobody disturbed, bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +27,7 @@ from gpt import GPT, Config
 from stdlib_text import StdlibText
 
 from msc.progress import TrainingProgress
+from msc.runtime.diagnosis.ring import read_ring
 
 MESHES = ("pp=2,tp=2", "dp=2,tp=2")
 TOLERANCE = 1e-4  # of the loss, relative, at every step
@@ -42,23 +48,58 @@ def parse() -> argparse.Namespace:
 
 def train_on_mesh(mesh: str, steps: int, out: Path) -> list[float]:
     """Losses of a run on real processes, which `train_gpt.py` starts."""
-    folder = out / mesh.replace(",", "_").replace("=", "")
+    folder = folder_of(mesh, out)
     result = folder / "training.json"
     result.unlink(missing_ok=True)
-    options = {
+    words = options(mesh, steps, folder)
+    subprocess.run([sys.executable, str(SCRIPT), *words, "--dump", str(folder)], check=True)
+    losses: list[float] = json.loads(result.read_text())["losses"]
+    return losses
+
+
+def folder_of(mesh: str, out: Path) -> Path:
+    """Where the results of a mesh are."""
+    return out / mesh.replace(",", "_").replace("=", "")
+
+
+def options(mesh: str, steps: int, folder: Path) -> list[str]:
+    """The command line of `train_gpt.py` for a run with its results in `folder`."""
+    values = {
         "--mesh": mesh,
         "--steps": steps,
         "--batch": BATCH,
         "--sequence": SEQUENCE,
         "--lr": LR,
         "--seed": SEED,
-        "--json": result,
-        "--dump": folder,
+        "--json": folder / "training.json",
+        "--weights": folder / "weights.pt",
     }
-    words = [str(word) for option in options.items() for word in option]
-    subprocess.run([sys.executable, str(SCRIPT), *words], check=True)
-    losses: list[float] = json.loads(result.read_text())["losses"]
-    return losses
+    return [str(word) for option in values.items() for word in option]
+
+
+def train_and_kill(mesh: str, steps: int, out: Path) -> bool:
+    """Train once more, kill rank 2 halfway; whether the weights are those of the run before."""
+    folder = out / "killed"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    run = folder / "run"
+    command = [sys.executable, "-m", "msc", "run", "--nproc", "4", "--standby", "1"]
+    command += ["--run", str(run), str(SCRIPT), *options(mesh, steps, folder)]
+    command += ["--checkpoint", str(folder / "saves"), "--every", "2"]
+    job = subprocess.Popen(command)
+    ring = run / "rank-00002.ring"
+    while job.poll() is None:
+        time.sleep(0.02)
+        with contextlib.suppress(OSError, ValueError):  # it is just being made
+            view = read_ring(ring)
+            if view.step > steps // 2:
+                print(f"killing rank 2 in step {view.step}", flush=True)
+                os.kill(view.pid, signal.SIGKILL)
+                break
+    if job.wait():
+        return False
+    before, after = (torch.load(f / "weights.pt") for f in (folder_of(mesh, out), folder))
+    return all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def train_plain(steps: int) -> list[float]:
@@ -119,16 +160,21 @@ def main() -> int:
     for mesh in MESHES:
         print(f"mesh {mesh}, 4 processes, MSC", flush=True)
         curves[f"mesh {mesh}, MSC"] = train_on_mesh(mesh, args.steps, args.out)
+    mesh = MESHES[-1]
+    print(f"mesh {mesh}, 4 processes, MSC, and one of them is killed halfway", flush=True)
+    same = train_and_kill(mesh, args.steps, args.out)
     (args.out / "losses.json").write_text(json.dumps(curves, indent=1) + "\n")
     agree = summarize(curves, reference)
+    verdict = "the same weights as undisturbed, bit for bit" if same else "THE WEIGHTS DIFFER"
+    print(f"{f'mesh {mesh}, a rank killed':30} {verdict}")
     drawn = plot(curves, args.out / "losses.png")
     print(f"\n{time.perf_counter() - started:.0f} s. Look at:")
     for mesh in MESHES:
-        folder = args.out / mesh.replace(",", "_").replace("=", "")
+        folder = folder_of(mesh, args.out)
         print(f"  {folder}{os.sep}index.txt    every rank's program on mesh {mesh}")
         print(f"  {folder}{os.sep}passes{os.sep}index.txt    what each pass made of it")
     print(f"  {args.out / ('losses.png' if drawn else 'losses.json')}    the loss curves")
-    return 0 if agree else 1
+    return 0 if agree and same else 1
 
 
 def summarize(curves: dict[str, list[float]], reference: list[float]) -> bool:

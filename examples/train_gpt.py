@@ -2,6 +2,7 @@
 
 python examples/train_gpt.py --mesh pp=2,tp=2          starts the ranks on this machine
 torchrun --nproc-per-node 4 examples/train_gpt.py --mesh pp=2,tp=2
+msc run --nproc 4 --standby 1 examples/train_gpt.py --mesh pp=2,tp=2 --checkpoint saves --every 5
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint", help="a folder to save into, and to go on from")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--json", type=Path, help="a file for losses and speed")
+    parser.add_argument("--weights", type=Path, help="a file for the trained parameters")
     parser.add_argument("--dump", type=Path, help="a folder for graphs and the result of each pass")
     return parser.parse_args()
 
@@ -81,20 +83,23 @@ def train(args: argparse.Namespace) -> None:
         checkpoint = msc.Checkpoint(args.checkpoint, every=args.every)
     with msc.Trainer(program, data, seed=args.seed, checkpoint=checkpoint) as trainer:
         started = time.perf_counter()
-        steps = max(0, args.steps - trainer.step)
-        trainer.fit(steps)
+        before = trainer.step
+        trainer.fit(max(0, args.steps - before))
         seconds = time.perf_counter() - started
         found = {
             "mesh": args.mesh,
             "losses": trainer.losses,
             "seconds": seconds,
-            "tokens_per_second": steps * args.batch * args.sequence / seconds,
+            "tokens_per_second": (trainer.step - before) * args.batch * args.sequence / seconds,
         }
         if args.evaluate:
             held_out = StdlibText(args.batch, args.sequence, args.seed, held_out=True)
             found["held_out_loss"] = trainer.evaluate(held_out, steps=args.evaluate)
+        weights = trainer.state_dict() if args.weights is not None else {}
         if trainer.rank == 0:
             report(args, found)
+            if args.weights is not None:
+                torch.save(weights, args.weights)
 
 
 def report(args: argparse.Namespace, found: dict[str, object]) -> None:

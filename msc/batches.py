@@ -125,6 +125,16 @@ class Batches:
                 self._taken += 1
 
     @property
+    def can_rewind(self) -> bool:
+        """Whether the data can be gone through again: not so what is an iterator itself."""
+        return isinstance(self._data, RowSource) or not isinstance(self._data, Iterator)
+
+    def rewind(self) -> None:
+        """Go back to where no step was taken, for `seek` to go on from there."""
+        self._iterator = None
+        self._taken = 0
+
+    @property
     def endless(self) -> bool:
         """Whether the data has no end of its own."""
         return isinstance(self._data, RowSource)

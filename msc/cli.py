@@ -1,4 +1,4 @@
-"""The command `msc`: verify, compile, explain and simulate models, look after runs, checkpoints.
+"""The command `msc`: verify, compile, explain, simulate and run models; runs and checkpoints.
 
 `msc/command_exit.py` says what exit codes mean.
 """
@@ -19,6 +19,7 @@ from msc.checkpoint.commands import app as checkpoint_app
 from msc.command_exit import DIFFERENT, guarded
 from msc.doctor import doctor
 from msc.ir.errors import UserError
+from msc.launch import launch
 from msc.monitor import beat, monitor
 from msc.passes.schedules.rules import SCHEDULES
 from msc.pins_file import load_pins
@@ -384,6 +385,45 @@ def report_command(
         return show
 
     raise typer.Exit(guarded(action, as_json))
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def run(
+    script: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]..", help="A script that trains.")
+    ],
+    nproc: Annotated[int, typer.Option("--nproc", help="How many ranks, on this machine.")],
+    standby: Annotated[
+        int, typer.Option("--standby", help="Warm processes that wait to take a rank.")
+    ] = 0,
+    replacements: Annotated[
+        int, typer.Option("--replacements", help="How many ranks may be replaced.")
+    ] = 10,
+    restarts: Annotated[
+        int, typer.Option("--restarts", help="How often all may be started anew from storage.")
+    ] = 3,
+    folder: Annotated[
+        Path | None, typer.Option("--run", help="Folder for events.jsonl and for msc blame.")
+    ] = None,
+) -> None:
+    """Start a script's ranks, and bring the run back when ranks die, freeze or fail.
+
+    A Trainer inside of fit() goes on with the newest step that all ranks have in memory, else from
+    its checkpoints. The exit code is that of the rank whose failure has ended the run.
+    """
+
+    def action() -> Callable[[], int]:
+        code = launch(
+            script,
+            nproc,
+            standbys=standby,
+            replacements=replacements,
+            restarts=restarts,
+            run=folder,
+        )
+        return lambda: code
+
+    raise typer.Exit(guarded(action, as_json=False))
 
 
 def _compiled(

@@ -1,23 +1,34 @@
-"""Start the ranks of a script on this machine, through torch's elastic launcher."""
+"""Start the ranks of a script on this machine, and bring the run back when ranks fail."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
-import uuid
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from msc.ir.errors import PlanError
+from msc.ir.dump import make_folder
+from msc.ir.errors import InputError, PlanError
+from msc.ir.torch_private import LATE_IMPORTS
 from msc.ranks import under_torchrun
+from msc.runtime.recovery.agent import Agent
 
 __all__ = ["launch", "under_torchrun"]
 
+_AHEAD = ("msc.compiler", "msc.trainer", "msc.launch", *LATE_IMPORTS)
+"""What a standby imports before it is needed."""
 
-def launch(script_args: Sequence[str], nproc: int) -> int:
+
+def launch(
+    script_args: Sequence[str],
+    nproc: int,
+    *,
+    standbys: int = 0,
+    replacements: int = 0,
+    restarts: int = 0,
+    run: str | Path | None = None,
+) -> int:
     """Run `python *script_args` in `nproc` processes as ranks 0 to nproc-1; returns the exit code.
 
     `script_args` are a script and its arguments, such as `sys.argv`. Output goes where this
@@ -27,31 +38,49 @@ def launch(script_args: Sequence[str], nproc: int) -> int:
 
         if not under_torchrun():
             sys.exit(launch(sys.argv, mesh.size))
+
+    Args:
+        script_args: the script and its arguments.
+        nproc: how many ranks.
+        standbys: processes that have MSC imported and wait to take a rank.
+        replacements: how many ranks may be replaced. The others keep their processes, if they are
+            inside of their first `Trainer.fit`, and all go back to the newest step that they all
+            have. A new process runs the script from its beginning, so how many steps it fits must
+            depend on `trainer.step`, as with checkpoints.
+        restarts: how often all ranks may be started anew, from storage, where that is of no use.
+        run: a folder for what happens (events.jsonl) and for `msc blame`; None: one that is gone
+            at the end.
     """
     if under_torchrun():
         raise PlanError("This process is a rank already; only the process above starts ranks.")
     if nproc < 1:
         raise PlanError(f"nproc is {nproc}; at least one process is needed.")
+    counts = {"standbys": standbys, "replacements": replacements, "restarts": restarts}
+    for name, count in counts.items():
+        if count < 0:
+            raise InputError(f"{name} is {count}; it is a count, 0 or more.")
+    if standbys and not replacements + restarts:
+        raise InputError(f"{standbys} standbys without replacements or restarts have no use.")
+    if not script_args or not Path(script_args[0]).is_file():
+        raise InputError(f"There is no script {' '.join(script_args[:1]) or 'to run'}.")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        local_addr="localhost",
-    )
-    try:
-        elastic_launch(config, sys.executable)("-u", *script_args)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(
-            f"Rank {rank} failed with exit code {failure.exitcode}; the other ranks were stopped.",
-            file=sys.stderr,
-        )
-        return failure.exitcode if failure.exitcode > 0 else 1
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
+    with _folder(run) as folder:
+        return Agent(
+            script_args,
+            nproc,
+            folder,
+            standbys=standbys,
+            replacements=replacements,
+            restarts=restarts,
+            modules=_AHEAD,
+        ).run()
+
+
+@contextlib.contextmanager
+def _folder(run: str | Path | None) -> Iterator[Path]:
+    if run is not None:
+        make_folder(Path(run))
+        yield Path(run).resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="msc-run-", ignore_cleanup_errors=True) as made:
+        yield Path(made)

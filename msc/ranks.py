@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from msc.ir.errors import CommunicationError, PlanError
+from msc.ir.errors import CommunicationError, LostRankError, PlanError
 from msc.ir.mesh import Mesh
-from msc.ir.torch_private import HashStore, PrefixStore, Store, default_store
+from msc.ir.torch_private import HashStore, PrefixStore, Store, TCPStore, default_store
+from msc.runtime.recovery.link import Generation, current
+from msc.runtime.recovery.sockets import forget, recording
 
 _GRACE_S = 5.0  # how long a rank waits for the reports of others before it names who is silent
 _GLOO = re.compile(r"gloo|Timed out waiting|Connection (closed|reset) by peer")
-_numbers = itertools.count()  # of jobs, which all ranks join in one order
+_numbers = itertools.count()  # of jobs in this group, which all ranks join in one order
 _groups = itertools.count()  # of process groups made here
 _owners = 0  # jobs in this process that use the process group which `join` has made
 _made_here = False
@@ -36,25 +38,30 @@ def under_torchrun() -> bool:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception says that another rank did not answer."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, (dist.DistError, LostRankError)):
         return True
     return isinstance(error, RuntimeError) and _GLOO.search(str(error)) is not None
 
 
 @dataclass
 class Job:
-    """A rank of a running job. `store` holds what ranks tell each other beside tensors."""
+    """A rank of a running job. `store` holds what ranks tell each other beside tensors.
+
+    generation: how often the ranks have met, if an agent lets them meet again after a fault.
+    """
 
     mesh: Mesh
     rank: int
     device: torch.device
     store: Store
     timeout: timedelta
+    generation: Generation | None = None
     open: bool = True
 
     def __str__(self) -> str:
         place = ",".join(f"{axis}={i}" for axis, i in self.mesh.coordinate(self.rank).items())
-        return f"Rank {self.rank} ({place})" if place else f"Rank {self.rank}"
+        name = f"Rank {self.rank} ({place})" if place else f"Rank {self.rank}"
+        return name if self.generation is None else f"{name}, generation {self.generation.number}"
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Compare `facts` (what -> value) on all ranks; collective.
@@ -100,7 +107,7 @@ class Job:
             self.store.wait([key], self.timeout if patience is None else patience)
             return bytes(self.store.get(key)).decode()
         except dist.DistError as error:
-            raise CommunicationError(
+            raise LostRankError(
                 f"{self}: '{key}' did not come from its rank within "
                 f"{self.timeout.total_seconds():g} s while the job was starting. That rank has "
                 "ended, hangs, or never started."
@@ -168,25 +175,34 @@ class Job:
         if _owners == 0 and _made_here and dist.is_initialized():
             _made_here = False
             dist.destroy_process_group()
+            forget()
 
 
-def join(mesh: Mesh, device: str | None, timeout: timedelta) -> Job:
+def has_group_alone() -> bool:
+    """Whether the process group was made by `join`, for one job."""
+    return _made_here and _owners == 1
+
+
+def join(mesh: Mesh, device: str | None, timeout: timedelta, trainer: int = 1) -> Job:
     """Make this process the rank of `mesh` that its launcher says, or that torch.distributed says.
 
     Initializes torch.distributed if nobody has: gloo on CPU, NCCL on CUDA. A mesh of one rank needs
-    no launcher. `device`: "cpu" or "cuda"; None takes CUDA where there is one.
+    no launcher. `device`: "cpu" or "cuda"; None takes CUDA where there is one. `trainer`: which one
+    of the process this is for.
 
     Raises `PlanError` unless there are as many processes as the mesh has ranks.
     """
-    global _owners, _made_here
+    global _owners, _made_here, _numbers
     _check_size(mesh)
     place = _device(device)
+    generation = None
     if not dist.is_initialized():
         _made_here = True
-        _initialize(mesh, place, timeout)
+        _numbers = itertools.count()
+        generation = _initialize(mesh, place, timeout, trainer)
     _owners += 1
     store = PrefixStore(f"msc/{next(_numbers)}", default_store())
-    job = Job(mesh, dist.get_rank(), place, store, timeout)
+    job = Job(mesh, dist.get_rank(), place, store, timeout, generation)
     atexit.register(job.close)
     return job
 
@@ -226,18 +242,29 @@ def _device(device: str | None) -> torch.device:
     return torch.device("cuda", local)
 
 
-def _initialize(mesh: Mesh, device: torch.device, timeout: timedelta) -> None:
+def _initialize(
+    mesh: Mesh, device: torch.device, timeout: timedelta, trainer: int
+) -> Generation | None:
+    """Make the default group; the generation that it is of, if there is an agent."""
     backend = "nccl" if device.type == "cuda" else "gloo"
+    link = current()
+    generation = link.meet(trainer=trainer) if link is not None else None
     store: Store
-    if under_torchrun():
-        shared, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
-        # The launcher's store still holds what the ranks wrote before a restart, and what an
-        # earlier group of this process wrote.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"msc-attempt-{attempt}-{next(_groups)}", shared)
-    else:
-        store, rank, world = HashStore(), 0, 1
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    with recording():
+        if generation is not None:
+            rank, world = int(os.environ["RANK"]), mesh.size
+            server = TCPStore(generation.host, generation.port, None, False, timeout)
+            store = PrefixStore(f"generation-{generation.number}", server)
+        elif under_torchrun():
+            shared, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+            # The launcher's store still holds what the ranks wrote before a restart, and what an
+            # earlier group of this process wrote.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(f"msc-attempt-{attempt}-{next(_groups)}", shared)
+        else:
+            store, rank, world = HashStore(), 0, 1
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return generation
 
 
 def _ranks(ranks: list[int]) -> str:

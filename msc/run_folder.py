@@ -32,10 +32,11 @@ def open_recorder(folder: Path, program: Program, rank: int) -> Recorder:
     if rank == 0:
         text = json.dumps({"mesh": [list(axis) for axis in program.mesh]})
         (folder / _RUN).write_text(text + "\n")
-    (folder / f"rank-{rank:05d}.schedule.json").write_text(to_text(schedule))
+    ring_file, file = ring_files(folder, rank)
+    file.write_text(to_text(schedule))
     channels = sorted({act.channel for act in schedule})
     capacity = max(CAPACITY, 2 * len(schedule))
-    ring = Ring(folder / f"rank-{rank:05d}.ring", rank, channels, capacity)
+    ring = Ring(ring_file, rank, channels, capacity)
     return Recorder(ring, Ledger(ledger_file(folder, rank), ledger_file(folder, 0)))
 
 
@@ -55,6 +56,11 @@ def read_mesh(folder: Path) -> Mesh:
     return Mesh(tuple((name, size) for name, size in axes))
 
 
+def ring_files(folder: Path, rank: int) -> tuple[Path, Path]:
+    """Where a rank's ring and its schedule are."""
+    return folder / f"rank-{rank:05d}.ring", folder / f"rank-{rank:05d}.schedule.json"
+
+
 def diagnose(folder: Path, picture: Path | None = None) -> tuple[Verdict, str]:
     """The verdict on a run, and the same in words; `picture` is a PNG to draw it into.
 
@@ -64,8 +70,7 @@ def diagnose(folder: Path, picture: Path | None = None) -> tuple[Verdict, str]:
     views: dict[int, RankView] = {}
     schedules: dict[int, list[Act]] = {}
     for rank in range(mesh.size):
-        ring = folder / f"rank-{rank:05d}.ring"
-        schedule = folder / f"rank-{rank:05d}.schedule.json"
+        ring, schedule = ring_files(folder, rank)
         if ring.exists():
             views[rank] = read_ring(ring)
         if schedule.exists():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +20,18 @@ from msc.checkpoint.run import History, RunCheckpoints
 from msc.gathering import gather_buffers, gather_whole
 from msc.guard import Guard, RunGuard
 from msc.ir.errors import CommunicationError, InputError, PlanError
+from msc.ir.optimizer import Optimizer
 from msc.passes.forward_only import forward_only
 from msc.program import Program
 from msc.progress import Log, TrainingProgress, show
 from msc.ranks import is_lost_peer, join
-from msc.run_folder import open_recorder
+from msc.recovery import Recovery
+from msc.run_folder import open_recorder, ring_files
 from msc.runtime.diagnosis.recorder import Recorder
 from msc.runtime.diagnosis.recording import RecordingRank
 from msc.runtime.process import Backend, ProcessExecutor
+from msc.runtime.recovery.journal import Entry
+from msc.runtime.state import RankState
 
 
 class Trainer:
@@ -40,6 +45,9 @@ class Trainer:
     this process without a launcher. Making a Trainer and all of its methods except `close` are
     collective. `with Trainer(...) as trainer` leaves the job at the end; otherwise the end of the
     process does.
+
+    Under `msc run`, `fit` goes on after another rank was lost: when a new process has taken that
+    rank, all go back to the newest step that they all have.
 
     losses: the loss of every step so far, of the whole global batch, equal on all ranks.
     grad_norms: the global norm of each step's gradients before clipping; empty unless the optimizer
@@ -94,11 +102,23 @@ class Trainer:
         self._checkpoints: RunCheckpoints | None = None
         self._recorder: Recorder | None = None
         self._evaluation: tuple[fx.GraphModule, ProcessExecutor] | None = None
-        self._job = join(program.mesh, device, timedelta(seconds=timeout_s))
+        self._seed = seed
+        self._recovery = Recovery.of_process()
+        if self._recovery is not None and run is None:
+            run = self._recovery.link.folder
+        timeout = timedelta(seconds=timeout_s)
+        number = 1 if self._recovery is None else self._recovery.trainer
+        self._join = functools.partial(join, program.mesh, device, timeout, number)
         try:
-            self._start(data, seed, checkpoint, run, guard)
-        except BaseException:
-            self._leave(finish=False)
+            with self._outside():
+                self._job = self._join()
+                self._start(data, seed, checkpoint, run, guard)
+                self._begin()
+        except BaseException as error:
+            if self._recovery is not None:
+                self._recovery.failed(None, error)
+            if hasattr(self, "_job"):
+                self._leave(finish=False)
             raise
 
     def _start(
@@ -110,20 +130,21 @@ class Trainer:
         guard: Guard | None,
     ) -> None:
         job, program = self._job, self.program
-        job.agree(
-            {
-                "program": program.fingerprint,
-                "seed": str(seed),
-                "set of initial parameters": program.values_digest,
-                "checkpoint": str(checkpoint),
-                "guard": str(guard),
-            }
-        )
+        self._facts = {
+            "program": program.fingerprint,
+            "seed": str(seed),
+            "set of initial parameters": program.values_digest,
+            "checkpoint": str(checkpoint),
+            "guard": str(guard),
+        }
+        job.agree(self._facts)
+        self._watched_by = guard
         self._guard = None if guard is None else RunGuard(guard, program, job)
+        link = None if self._recovery is None else self._recovery.link
         self._graph = program.rank_graph(job.rank)
         self._batches = Batches(program, job.rank, data, job.device)
         if checkpoint is not None:
-            self._checkpoints = RunCheckpoints(checkpoint, program, job, seed, self._batches)
+            self._checkpoints = RunCheckpoints(checkpoint, program, job, seed, self._batches, link)
         before_update = self._checkpoints.before_update if self._checkpoints is not None else None
         rank_of = None
         if run is not None:
@@ -131,17 +152,40 @@ class Trainer:
             rank_of = functools.partial(RecordingRank, recorder=self._recorder)
             if before_update is not None:
                 before_update = self._recorder.saving(before_update)
+            if link is not None:
+                ring, schedule = ring_files(Path(run), job.rank)
+                link.tell("ring", ring=str(ring), schedule=str(schedule))
         self._executor = self._new_executor(self._graph, before_update, rank_of)
-        self._state = program.initial_state(job.rank, seed)
-        for values in (self._state.parameters, self._state.buffers):
-            values.update({name: value.to(job.device) for name, value in values.items()})
+        self._state = self._initial_state()
+        if self._recovery is not None:
+            self._recovery.begin(job, self._executor.abort)
+
+    def _begin(self) -> None:
+        """Go to the state that the run goes on from; this rank has its groups."""
+        grouped = time.monotonic()
+        self._phase("load")
+        source = None if self._job.generation is None else self._job.generation.source
+        if source is not None and self._checkpoints is not None and self._recovery is not None:
+            self._checkpoints.restore(self._state, source)
+            self._history.become(self._recovery.history(source.step))
+        else:
+            found = None
+            if self._checkpoints is not None:
+                with self._in_step(0, "resuming from a checkpoint"):
+                    found = self._checkpoints.resume(self._state)
+            self._history.become(found or History())
         if self._checkpoints is not None:
-            with self._in_step(0, "resuming from a checkpoint"):
-                self._phase("load")
-                self._history = self._checkpoints.resume(self._state) or self._history
-                self._checkpoints.start()
+            self._checkpoints.start()
             self._show_messages(lambda line: show(self._log, line))
         self._phase("idle")
+        if self._recovery is not None:
+            self._recovery.began(self._job, self._history, grouped)
+
+    def _initial_state(self) -> RankState:
+        state = self.program.initial_state(self.rank, self._seed)
+        for values in (state.parameters, state.buffers):
+            values.update({name: value.to(self._job.device) for name, value in values.items()})
+        return state
 
     def _new_executor(
         self,
@@ -214,31 +258,68 @@ class Trainer:
         work, unit = (samples, "samples") if tokens is None else (tokens, "tokens")
         log = self._log if self.rank == 0 else False
         last = self.step + steps
-        with TrainingProgress(log, self.step, steps, work, unit) as progress:
+        recovery = self._recovery
+        if recovery is not None:
+            last = recovery.enter(self._job, last, self._batches.can_rewind)
+        with TrainingProgress(log, self.step, last - self.step, work, unit) as progress:
             while self.step < last:
-                with self._in_step(self.step + 1):
-                    self._phase("step", self.step + 1)
-                    inputs = self._batches.while_gathering(lambda: self._load(last))
-                    before = self.skipped_steps
-                    outputs = self._guarded(inputs)
-                    loss = float(outputs["loss"])
-                self.losses.append(loss)
-                if "grad_norm" in outputs:
-                    self.grad_norms.append(float(outputs["grad_norm"]))
-                rate = outputs.get("learning_rate", optimizer.lr)
-                self.learning_rates.append(float(rate))
-                progress.step(self.step, loss)
-                for event in () if self._guard is None else self._guard.news():
-                    progress.note(event)
-                if self.skipped_steps > before and self.grad_norms:
-                    progress.skipped(self.step, self.grad_norms[-1], self.skipped_steps)
-                if self._recorder is not None:
-                    self._recorder.step_done()
-                if self._checkpoints is not None:
-                    self._phase("save")
-                    self._checkpoints.after_step(self._state, self._history)
-                    self._show_messages(progress.note)
-                    self._phase("idle")
+                if recovery is None:
+                    self._take_step(last, optimizer, progress)
+                elif not recovery.attempt(
+                    self.step + 1, lambda: self._take_step(last, optimizer, progress)
+                ):
+                    while not recovery.attempt(None, self._meet_again):
+                        pass
+        if recovery is not None:
+            recovery.leave(self._job, self.step)
+
+    def _take_step(self, last: int, optimizer: Optimizer, progress: TrainingProgress) -> None:
+        with self._in_step(self.step + 1):
+            self._phase("step", self.step + 1)
+            inputs = self._batches.while_gathering(lambda: self._load(last))
+            before = self.skipped_steps
+            outputs = self._guarded(inputs)
+            loss = float(outputs["loss"])
+        self.losses.append(loss)
+        norm = float(outputs["grad_norm"]) if "grad_norm" in outputs else None
+        if norm is not None:
+            self.grad_norms.append(norm)
+        rate = float(outputs.get("learning_rate", optimizer.lr))
+        self.learning_rates.append(rate)
+        if self._recovery is not None:
+            self._recovery.record(self._job, self.step, Entry(loss, norm, rate))
+        progress.step(self.step, loss)
+        for event in () if self._guard is None else self._guard.news():
+            progress.note(event)
+        if self.skipped_steps > before and self.grad_norms:
+            progress.skipped(self.step, self.grad_norms[-1], self.skipped_steps)
+        if self._recorder is not None:
+            self._recorder.step_done()
+        if self._checkpoints is not None:
+            self._phase("save")
+            self._checkpoints.after_step(self._state, self._history)
+            self._show_messages(progress.note)
+            self._phase("idle")
+
+    def _meet_again(self) -> None:
+        """After another rank was lost: meet who is there now, and go back to what all have."""
+        if self._checkpoints is not None:
+            self._checkpoints.settle()
+        self._job.close()
+        self._job = self._join()
+        self._job.agree(self._facts)
+        if self._watched_by is not None:
+            self._guard = RunGuard(self._watched_by, self.program, self._job)
+        if self._recorder is not None:
+            self._recorder.ring.begin()
+        self._executor.join()
+        self._evaluation = None
+        self._batches.rewind()
+        if self._checkpoints is not None:
+            self._checkpoints.meet(self._job)
+        if self._job.generation is None or self._job.generation.source is None:
+            self._state = self._initial_state()
+        self._begin()
 
     def _guarded(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Take one step, and do what the guard says about it."""
@@ -278,13 +359,15 @@ class Trainer:
         if steps is None and batches.endless:
             raise InputError("Data with rows(step, indices) has no end: say how many steps.")
         losses: list[float] = []
-        while steps is None or len(losses) < steps:
-            with self._in_step(self.step, "evaluation batch " + str(len(losses) + 1)):
-                inputs = batches.next(len(losses))
-                if inputs is None:
-                    break
-                graph, executor = self._evaluator()
-                losses.append(float(executor.run(self._state.arguments(graph, inputs))["loss"]))
+        with self._outside("evaluate"):
+            while steps is None or len(losses) < steps:
+                with self._in_step(self.step, "evaluation batch " + str(len(losses) + 1)):
+                    inputs = batches.next(len(losses))
+                    if inputs is None:
+                        break
+                    graph, executor = self._evaluator()
+                    found = executor.run(self._state.arguments(graph, inputs))
+                    losses.append(float(found["loss"]))
         if not losses:
             raise InputError("The data to evaluate on has no batch.")
         return sum(losses) / len(losses)
@@ -301,6 +384,8 @@ class Trainer:
         try:
             yield
         except Exception as error:
+            if self._recovery is not None and is_lost_peer(error):
+                raise  # whoever hears of it meets the others again, or waits to be replaced
             self._phase("lost" if is_lost_peer(error) else "failed")
             self._job.report(step, error)
             if is_lost_peer(error):
@@ -311,6 +396,14 @@ class Trainer:
             error.add_note(place)
             raise
 
+    def _outside(self, method: str = "") -> AbstractContextManager[None]:
+        """Around what is collective and outside of `fit`."""
+        if self._recovery is None:
+            return nullcontext()
+        if method:
+            self._recovery.check_first(self._job, method)
+        return self._recovery.outside()
+
     # -- state
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -319,11 +412,12 @@ class Trainer:
         For its `load_state_dict`. Gathered to every rank, on the CPU.
         """
         self._check_open()
-        found = gather_whole(self.program, self._state.parameters, self.rank, self._job.device)
+        with self._outside("state_dict"):
+            found = gather_whole(self.program, self._state.parameters, self.rank, self._job.device)
+            found |= gather_buffers(self.program, self._state.buffers, self.rank, self._job.device)
         for name, layout in self.program.parameters.items():
             if not layout.stages:  # no stage reads it
                 found[name] = self.program.read_parameter(name).clone()
-        found |= gather_buffers(self.program, self._state.buffers, self.rank, self._job.device)
         return self.program.state_dict(found)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -340,7 +434,10 @@ class Trainer:
                 name: self._state.moments.get(f"{state}.{name}", torch.zeros_like(value))
                 for name, value in self._state.parameters.items()
             }
-            result[state] = gather_whole(self.program, shards, self.rank, self._job.device, names)
+            with self._outside("optimizer_state_dict"):
+                result[state] = gather_whole(
+                    self.program, shards, self.rank, self._job.device, names
+                )
         return result
 
     def save(self) -> None:
@@ -352,8 +449,9 @@ class Trainer:
         self._check_open()
         if self._checkpoints is None:
             raise InputError("This Trainer was made without checkpoint=msc.Checkpoint(folder).")
-        self._checkpoints.save(self._state, self._history, wait=True)
-        self._checkpoints.flush()
+        with self._outside("save"):
+            self._checkpoints.save(self._state, self._history, wait=True)
+            self._checkpoints.flush()
         self._show_messages(lambda line: show(self._log, line))
 
     def _show_messages(self, tell: Callable[[str], None]) -> None:

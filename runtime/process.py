@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -51,20 +52,38 @@ class ProcessExecutor:
         before_update: Callable[[], None] | None = None,
         rank_of: Callable[..., ProcessRank] | None = None,
     ) -> None:
-        rank = dist.get_rank()
-        self.groups = ProcessGroups(
-            mesh, rank, used_groups(rank_graph), used_channels(rank_graph), timeout
+        self._graph = rank_graph
+        self._timeout = timeout
+        self._rank_of = functools.partial(
+            rank_of or ProcessRank, mesh, dist.get_rank(), before_update=before_update
         )
-        self.memories = _memories(self.groups, rank_graph, timeout)
+        self._mesh = mesh
+        self.join()
         if self.groups.device.type != "cpu":
             rank_graph = on_device(rank_graph, self.groups.device)
         self.choice = choose(self.groups.device, [rank_graph])
         compiler = compile_graph if backend == "inductor" else None
         self.emitted = emit(rank_graph, "process", compiler, self.choice)
-        kind = rank_of or ProcessRank
-        self._rt = kind(mesh, rank, self.groups, self.memories, before_update)
         self._program = self.emitted.program
         self._names = [node.name for node in rank_graph.graph.find_nodes(op="placeholder")]
+
+    def join(self) -> None:
+        """Make the groups that the program uses, of the processes that are the ranks now.
+
+        Collective. What was compiled stays.
+        """
+        graph = self._graph
+        self.groups = ProcessGroups(
+            self._mesh, dist.get_rank(), used_groups(graph), used_channels(graph), self._timeout
+        )
+        self.memories = _memories(self.groups, graph, self._timeout)
+        self._rt = self._rank_of(groups=self.groups, memories=self.memories)
+
+    def abort(self) -> None:
+        """End every wait of this rank for another one with an error; any thread may call it."""
+        for memory in self.memories.values():
+            memory.abort()
+        self.groups.abort()
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Run one step; `inputs` are the placeholders' values, in order.

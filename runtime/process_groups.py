@@ -13,6 +13,8 @@ import torch.distributed as dist
 from msc.ir.errors import PlanError
 from msc.ir.groups import Group
 from msc.ir.mesh import Mesh
+from msc.runtime.member_groups import member_group
+from msc.runtime.recovery.sockets import recording, shut
 
 _CPU = torch.device("cpu")
 
@@ -71,12 +73,27 @@ class ProcessGroups:
             wanted["channel", channel, pair] = (channel, stage)
         self._groups: dict[str, Communicator] = {}
         self._channels: dict[tuple[str, int], Channel] = {}
-        for kind, name, members in sorted(wanted):
-            if kind == "group":
-                self._groups[name] = self._communicator(members)
-            else:
-                self._channels[wanted[kind, name, members]] = self._channel(name, members)
+        with recording():
+            for kind, name, members in sorted(wanted):
+                if kind == "group":
+                    self._groups[name] = self._communicator(members)
+                else:
+                    self._channels[wanted[kind, name, members]] = self._channel(name, members)
         self._check_tags()
+
+    def abort(self) -> None:
+        """End what waits for other ranks with an error.
+
+        An abort of gloo wakes nobody; what does is to shut its connections.
+        """
+        if self.backend == "gloo":
+            shut()
+            return
+        handles = {each.handle for each in self._groups.values()}
+        handles |= {each.handle for each in self._channels.values()}
+        for handle in {*handles, dist.group.WORLD}:
+            if handle is not None:
+                handle.abort()
 
     def group(self, name: str) -> Communicator:
         """The communicator of a symbolic group name."""
@@ -96,21 +113,14 @@ class ProcessGroups:
             )
 
     def _communicator(self, members: tuple[int, ...]) -> Communicator:
-        handle = None if len(members) == 1 else self._new_group(members)
+        handle = None if len(members) == 1 else member_group(members, self._timeout)
         return Communicator(handle, members, members.index(self.rank))
 
     def _channel(self, name: str, pair: tuple[int, ...]) -> Channel:
         peer = pair[1] if pair[0] == self.rank else pair[0]
         if self.backend == "gloo":
             return Channel(None, peer, _tag(name))
-        return Channel(self._new_group(pair), peer, 0)
-
-    def _new_group(self, members: tuple[int, ...]) -> dist.ProcessGroup:
-        handle = dist.new_group(
-            list(members), timeout=self._timeout, use_local_synchronization=True
-        )
-        assert isinstance(handle, dist.ProcessGroup)  # this rank is a member
-        return handle
+        return Channel(member_group(pair, self._timeout), peer, 0)
 
     def _check_tags(self) -> None:
         names = {channel for channel, _ in self._channels}

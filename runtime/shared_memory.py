@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from msc.ir.errors import CommunicationError
+from msc.ir.errors import CommunicationError, LostRankError
 from msc.runtime.process_groups import Communicator
 
 _T = TypeVar("_T")
@@ -80,6 +80,7 @@ class SharedMemory:
         self._start = _header_bytes(self.size)
         self._call = 0
         self._text = ""
+        self._aborted = False
 
     def begin(self, text: str) -> None:
         """Begin the group's next call; `text` names it in errors."""
@@ -110,6 +111,10 @@ class SharedMemory:
         """Wait until what a member has for this one is there; `CommunicationError` as above."""
         self._wait(self._sent(source, self.position), source)
 
+    def abort(self) -> None:
+        """End every wait of this member with `LostRankError`; any thread may call it."""
+        self._aborted = True
+
     def _sent(self, source: int, owner: int) -> int:
         return (2 + source) * self.size + owner
 
@@ -124,6 +129,8 @@ class SharedMemory:
             os.sched_yield()
         started, look = time.monotonic(), _LOOK_S
         while not self._done(flag):
+            if self._aborted:
+                raise self._lost(source, "was given up")
             waited = time.monotonic() - started
             if waited > look:
                 look += _LOOK_S
@@ -138,11 +145,11 @@ class SharedMemory:
     def _done(self, flag: int) -> bool:
         return self._flags[flag] >= self._call
 
-    def _lost(self, source: int, what: str) -> CommunicationError:
+    def _lost(self, source: int, what: str) -> LostRankError:
         rank, peer = self._members[self.position], self._members[source]
         begun = self._flags[source]
         state = "in this call" if begun >= self._call else f"after its call {begun}"
-        return CommunicationError(
+        return LostRankError(
             f"rank {rank} waits for rank {peer} in {self._text}, call {self._call} of the shared "
             f"memory of group '{self._group}' {self._members}, but rank {peer} {what}, {state}. "
             "Look at its output, and restart."

@@ -24,22 +24,26 @@ from msc.ir.errors import UserError
 from msc.ir.mesh import Mesh
 from msc.program import Program
 from msc.ranks import Job
-from msc.runtime.checkpoint.arena import Arena
+from msc.runtime.checkpoint.arena import Arena, OtherArena
 from msc.runtime.checkpoint.dcp import METADATA, dcp_metadata
 from msc.runtime.checkpoint.image import Image
-from msc.runtime.checkpoint.loading import Broadcast, Loader, LoadReport
+from msc.runtime.checkpoint.loading import Broadcast, Loader, LoadReport, load_images
 from msc.runtime.checkpoint.manifest import (
     Commit,
+    Part,
     commit_from_bytes,
+    data_name,
     part_from_bytes,
     part_name,
     tensor_to_data,
 )
+from msc.runtime.checkpoint.marks import Mark, read_marks
 from msc.runtime.checkpoint.reading import ReadPlan
 from msc.runtime.checkpoint.snapshot import Snapshots
-from msc.runtime.checkpoint.states import StateTensor, written_by
+from msc.runtime.checkpoint.states import written_by
 from msc.runtime.checkpoint.storage import open_storage
 from msc.runtime.checkpoint.writer_process import WriterProcess
+from msc.runtime.recovery.link import Link, MemorySource
 from msc.runtime.state import RankState
 
 _GRACE_S = 1.0  # for a process that has nothing to write to end, after an error
@@ -53,6 +57,12 @@ class History:
     grad_norms: list[float] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
 
+    def become(self, other: History) -> None:
+        """Take over what another one tells; the lists stay the same objects."""
+        self.losses[:] = other.losses
+        self.grad_norms[:] = other.grad_norms
+        self.learning_rates[:] = other.learning_rates
+
     def to_json(self) -> str:
         """As text; numbers come back bit for bit."""
         return json.dumps(self.__dict__)
@@ -65,7 +75,13 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, options: Checkpoint, program: Program, job: Job, seed: int, batches: Batches
+        self,
+        options: Checkpoint,
+        program: Program,
+        job: Job,
+        seed: int,
+        batches: Batches,
+        link: Link | None = None,
     ) -> None:
         batches.position()  # refused now rather than at the first save
         self.messages: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -81,14 +97,69 @@ class RunCheckpoints:
         self._arena = Arena(self._image.size, job.device)
         for slot in self._arena.slots:
             self._image.frames_into(slot)
+        if link is not None:
+            link.tell("arena", [self._arena.handle], marks=self._arena.marks_start)
         self._snapshots = Snapshots(job.device)
         self._writer: WriterProcess | None = None
         self._verified: list[str] = []
+        self._kept: int | None = None
         self._saved = -1
         self._last_save = time.monotonic()
         self._asked = -1
 
     # -- resuming
+
+    def meet(self, job: Job) -> None:
+        """The ranks have met again, as `job`; a state must be resumed or restored next."""
+        self._job = job
+        self._saved = self._asked = -1
+        self._kept = None
+
+    def restore(self, state: RankState, source: MemorySource) -> None:
+        """Go to a step that all ranks have in this host's memory; not collective."""
+        images = [
+            Image(written_by(self._states.tensors, self._program.mesh, rank))
+            for rank in range(self._program.mesh.size)
+        ]
+        parts = [
+            Part(rank, source.step, "", data_name(rank), image.size, tuple(image.stored()))
+            for rank, image in enumerate(images)
+        ]
+        held = [
+            OtherArena(handle, image.size, slot)
+            for handle, image, slot in zip(source.arenas, images, source.slots, strict=True)
+        ]
+        target = self._empty_target(state)
+        plan, rank = ReadPlan(parts, self._states), self._job.rank
+        load_images(plan, rank, [each.image for each in held], target)
+        facts = json.loads(held[rank].note)
+        self._put(state, target, source.step, facts["skipped"], facts["data"])
+        if held[rank].mark in read_marks(self._arena.handle, self._arena.marks_start):
+            self._kept = source.slots[rank]
+            return
+        # This process has taken the rank: others need its snapshot as much as their own.
+        self._kept = 0
+        self._arena.slots[0].copy_(held[rank].image)
+        self._arena.marks.note(0, held[rank].note)
+        self._arena.marks.set(0, held[rank].mark)
+
+    def _empty_target(self, state: RankState) -> dict[str, Tensor]:
+        parts = {tensor.name: tensor.of(state) for tensor in self._states.tensors}
+        return {
+            name: torch.zeros(part.shape, dtype=part.dtype)
+            for name, part in parts.items()
+            if part is not None
+        }
+
+    def _put(
+        self, state: RankState, found: Mapping[str, Tensor], step: int, skipped: int, data: Any
+    ) -> None:
+        for tensor in self._states.tensors:
+            if tensor.name in found:
+                tensor.put(state, found[tensor.name].to(self._job.device))
+        state.step = step
+        state.skipped = torch.tensor(skipped, dtype=torch.int64)
+        self._batches.seek(step, data)
 
     def resume(self, state: RankState) -> History | None:
         """Restore the newest complete checkpoint that is intact; None if there is none at all.
@@ -120,13 +191,7 @@ class RunCheckpoints:
         self._check_seed(commit)
         plan = ReadPlan(parts, self._states)
         folder, job = offer["folder"], self._job
-        target: dict[str, Tensor] = {}
-        held: list[StateTensor] = []
-        for tensor in self._states.tensors:
-            part = tensor.of(state)
-            if part is not None:
-                held.append(tensor)
-                target[tensor.name] = torch.zeros(part.shape, dtype=part.dtype)
+        target = self._empty_target(state)
         broadcast = Broadcast(job.device, job.timeout)
         try:
             self.report = Loader(self._storage, folder, plan, job.rank, broadcast).load(target)
@@ -135,11 +200,7 @@ class RunCheckpoints:
         self.report.damage = self._agree_on(self.report.damage)
         if self.report.damage:
             return None
-        for tensor in held:
-            tensor.put(state, target[tensor.name].to(job.device))
-        state.step = commit.step
-        state.skipped = torch.tensor(commit.state["skipped"], dtype=torch.int64)
-        self._batches.seek(commit.step, commit.state["data"])
+        self._put(state, target, commit.step, commit.state["skipped"], commit.state["data"])
         self._verified = [folder]
         self._saved = commit.step
         mesh = Mesh(tuple((name, size) for name, size in commit.state["mesh"]))
@@ -181,12 +242,26 @@ class RunCheckpoints:
     # -- saving
 
     def start(self) -> None:
-        """Start the writing process; collective. Raises `CommunicationError` if it cannot start."""
+        """Let saves go into folders of their own; collective.
+
+        Starts the writing process if it does not run. Raises `CommunicationError` if it cannot
+        start.
+        """
         job = self._job
         if job.rank == 0:
             job.store.set("checkpoint", uuid.uuid4().hex[:8])
             job.store.set("save after", "-1")
         job.store.wait(["checkpoint"], job.timeout)
+        attempt = bytes(job.store.get("checkpoint")).decode()
+        if self._writer is not None:
+            self._writer.begin(attempt)
+        else:
+            self._writer = self._new_writer(attempt)
+        if self._kept is not None:
+            self._writer.keep(self._kept)
+
+    def _new_writer(self, attempt: str) -> WriterProcess:
+        job = self._job
         files = {}
         if job.rank == 0:
             files[PLAN] = json.dumps(self._program.plan.to_json()).encode()
@@ -200,13 +275,13 @@ class RunCheckpoints:
             "url": self._storage.url,
             "rank": job.rank,
             "world": self._program.mesh.size,
-            "attempt": bytes(job.store.get("checkpoint")).decode(),
+            "attempt": attempt,
             "tensors": tensor_to_data(self._image.stored()),
             "files": {name: base64.b64encode(data).decode() for name, data in files.items()},
             "keep": self._options.keep,
             "verified": self._verified,
         }
-        self._writer = WriterProcess(self._arena, plan, job.rank == 0, self._tell)
+        return WriterProcess(self._arena, plan, job.rank == 0, self._tell)
 
     @property
     def writer(self) -> WriterProcess:
@@ -258,7 +333,33 @@ class RunCheckpoints:
             assert part is not None, place.tensor.name
             values.append(place.piece.of(part.contiguous()))  # a buffer may be a view
         slots = self._image.elements(self._arena.slots[slot])
-        self._snapshots.begin(values, slots, lambda: self.writer.save(step, slot, request))
+        mark = self._note(state, slot)
+
+        def copied() -> None:
+            if mark is not None:
+                self._arena.marks.set(slot, mark)
+            self.writer.save(step, slot, request)
+
+        self._snapshots.begin(values, slots, copied)
+
+    def _note(self, state: RankState, slot: int) -> Mark | None:
+        """Put what is no tensor beside the slot; its mark once it is complete."""
+        marks, generation = self._arena.marks, self._job.generation
+        marks.clear(slot)
+        if generation is None:
+            return None
+        facts = {"skipped": int(state.skipped), "data": self._batches.position()}
+        if not marks.note(slot, json.dumps(facts)):
+            self._tell(
+                f"the state_dict() of the data is too long to be kept in memory beside step "
+                f"{state.step}: after a fault the run goes on from storage"
+            )
+            return None
+        return Mark(generation.number, state.step)
+
+    def settle(self) -> None:
+        """Wait until the copy that is under way is complete."""
+        self._snapshots.finish()
 
     def _facts(self, state: RankState) -> dict[str, Any]:
         program = self._program

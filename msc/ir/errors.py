@@ -45,3 +45,7 @@ class VerifyError(MSCError):
 
 class CommunicationError(MSCError, RuntimeError):
     """Ranks disagree: mismatched or missing communication, or different programs."""
+
+
+class LostRankError(CommunicationError):
+    """Another rank does not answer: it has ended, hangs, or was given up."""

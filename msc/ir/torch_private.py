@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -33,14 +34,50 @@ from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-# The store of a process group that MSC has not made.
-from torch.distributed.distributed_c10d import _get_default_store
+# The store of a process group that MSC has not made; groups with a name of one's own, and where
+# torch keeps what it knows of groups.
+from torch.distributed.distributed_c10d import (
+    Backend,
+    _get_default_store,
+    _get_default_timeout,
+    _new_process_group_helper,
+    _world,
+)
 
 # A GraphModule that generates its code when it is first run or read, and not when it is made.
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 # A mode that sees every op: what a module's initialization does to its parameters.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+LATE_IMPORTS = ("torch._functorch.aot_autograd",)
+"""Modules that are imported when something is compiled, which takes seconds."""
+
+
+def named_group(
+    members: Sequence[int], name: str, timeout: timedelta | None
+) -> torch.distributed.ProcessGroup:
+    """A group that its members make, under a name that they agree on; see `member_groups`.
+
+    `torch.distributed.new_group` takes no name.
+    """
+    rank = torch.distributed.get_rank()
+    whole: Any = torch.distributed.group.WORLD
+    backend, store = _world.pg_map[whole]
+    named: Any = name  # some versions have a type for it
+    group, _ = _new_process_group_helper(
+        len(members),
+        members.index(rank),
+        list(members),
+        Backend(backend),
+        store,
+        named,
+        timeout=timeout or _get_default_timeout(Backend(backend)),
+        device_id=whole.bound_device_id,
+    )
+    assert isinstance(group, torch.distributed.ProcessGroup)  # this rank is a member
+    _world.pg_group_ranks[group] = {member: place for place, member in enumerate(members)}
+    return group
 
 
 def is_mutable(op: OpOverload) -> bool:
@@ -221,9 +258,11 @@ def joint_graph(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphM
     """The joint forward and backward graph of `gm`, by AOTAutograd's joint export.
 
     Placeholders and the output carry `meta["desc"]`; see `joint_inputs` and `joint_outputs`. The
-    public torch.export has no joint form that keeps ops whole.
+    public torch.export has no joint form that keeps ops whole. Imported where it is used, as are
+    what its inputs and outputs stand for: a rank that loads a program compiles nothing, and the
+    import takes as long as that of torch.
     """
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # takes seconds
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with contextlib.ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(stack, gm, tuple(inputs))

@@ -60,6 +60,20 @@ class Committer:
         self._tell = tell
         self._patience_s = patience_s
         self._pending: list[_Pending] = []
+        self._progress: int | None = None
+        self._older: set[str] = set()  # what was there before this attempt
+        with contextlib.suppress(OSError):
+            self._older.update(storage.names())
+
+    @property
+    def verified(self) -> set[str]:
+        """Folders that were read whole and found intact."""
+        return set(self._verified)
+
+    def hurry(self, patience_s: float) -> None:
+        """Some ranks of this attempt are gone: give a step up when nothing of it grows so long."""
+        self._patience_s = patience_s
+        self._progress = -1
 
     def expect(self, step: int, state: Mapping[str, Any], texts: Mapping[str, str]) -> None:
         """This rank's part of `step` is durable; commit the step when all others are.
@@ -75,6 +89,11 @@ class Committer:
 
     def poll(self) -> bool:
         """Commit what is complete; whether steps are still waiting."""
+        if self._progress is not None:
+            before, self._progress = self._progress, self.progress()
+            if before != self._progress:
+                for pending in self._pending:
+                    pending.since = time.monotonic()
         for pending in list(self._pending):
             folder = folder_name(pending.step, self._attempt)
             parts = {part_name(rank) for rank in range(self._world)}
@@ -83,7 +102,7 @@ class Committer:
                 self._commit(folder, pending)
             elif time.monotonic() - pending.since > self._patience_s:
                 self._pending.remove(pending)
-                self._tell("abandoned", step=pending.step, error=f"{_some(missing)} did not come")
+                self._report("abandoned", pending.step, error=f"{_some(missing)} did not come")
         return bool(self._pending)
 
     def progress(self) -> int:
@@ -103,13 +122,19 @@ class Committer:
         commit = Commit(pending.step, self._attempt, parts, pending.files, pending.state)
         self._storage.put(f"{folder}/{COMMIT}", commit_to_bytes(commit))
         self._pending.remove(pending)
-        self._tell("committed", step=pending.step, seconds=time.monotonic() - pending.since)
+        self._report("committed", pending.step, seconds=time.monotonic() - pending.since)
         # What waits behind a later step will never be whole: ranks write their steps in order.
         for older in [each for each in self._pending if each.step < pending.step]:
             self._pending.remove(older)
-            self._tell("abandoned", step=older.step, error="not all ranks saved it")
+            self._report("abandoned", older.step, error="not all ranks saved it")
         if self._keep is not None:
             waiting = {folder_name(each.step, self._attempt) for each in self._pending}
+            # Ranks that have met again may write an attempt of which this process does not know.
+            waiting |= {
+                name
+                for name in set(self._storage.names()) - self._older
+                if not name.endswith(f"-{self._attempt}")
+            }
             catalog.prune(
                 self._storage,
                 self._keep,
@@ -117,6 +142,9 @@ class Committer:
                 waiting,
                 lambda text: self._tell("warning", error=text),
             )
+
+    def _report(self, event: str, step: int, **facts: Any) -> None:
+        self._tell(event, step=step, attempt=self._attempt, **facts)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from msc.ir.pieces import row_major
 from msc.runtime.checkpoint.reading import Bucket, Overlap, ReadPlan
 from msc.runtime.checkpoint.storage import Storage
+from msc.runtime.member_groups import member_group
+from msc.runtime.recovery.sockets import recording
 
 Target = Mapping[str, Tensor]
 """This rank's part of each tensor that it holds, by the tensor's name; contiguous."""
@@ -91,6 +93,15 @@ class Loader:
                 report.damage = problem
 
 
+def load_images(plan: ReadPlan, rank: int, images: Sequence[Tensor], target: Target) -> None:
+    """Fill `target`, zeros so far, out of the data files' images in this host's memory, by part."""
+    for overlap in plan.needed_by(rank):
+        if overlap.tensor.name in target:
+            raw = images[overlap.part][overlap.start : overlap.end].view(overlap.tensor.dtype)
+            found = raw.as_strided(overlap.box.lengths, row_major(overlap.stored.lengths))
+            overlap.piece.of(target[overlap.tensor.name], overlap.box).copy_(found)
+
+
 class Broadcast:
     """Shares buckets over `torch.distributed`, which is initialized.
 
@@ -121,11 +132,8 @@ class Broadcast:
         if ranks not in self._groups:
             self._groups[ranks] = None
             if len(ranks) < dist.get_world_size():
-                made = dist.new_group(
-                    list(ranks), timeout=self._timeout, use_local_synchronization=True
-                )
-                assert isinstance(made, dist.ProcessGroup)
-                self._groups[ranks] = made
+                with recording():
+                    self._groups[ranks] = member_group(ranks, self._timeout)
         return self._groups[ranks]
 
 

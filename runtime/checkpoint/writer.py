@@ -1,9 +1,10 @@
 """The process that writes one rank's checkpoints: `python -m msc.runtime.checkpoint.writer FD`.
 
 FD is the memory that it shares with the trainer, in which every slot is the image of a data file.
-Requests come as lines of JSON on stdin, first the plan, then `{"step", "slot", "state", "files"}`
-for each save; reports go as lines of JSON to stdout. When stdin ends, what was asked for is
-finished first: a trainer that was killed loses no step that it has handed over.
+Requests come as lines of JSON on stdin, first the plan, then `{"attempt", "step", "slot", "state",
+"files"}` for each save, and `{"attempt"}` alone where the ranks have met again; reports go as lines
+of JSON to stdout. When stdin ends, what was asked for is finished first: a trainer that was killed
+loses no step that it has handed over.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -98,34 +99,39 @@ def serve(memory: int) -> None:
     size = plan["size"]
     arena = memoryview(mmap.mmap(memory, plan["slots"] * plan["stride"]))
     tensors = tensors_from_data(plan["tensors"])
-    writer = PartWriter(storage, plan["rank"], plan["attempt"], tensors, size)
-    committer = _committer(storage, plan, tell) if plan["rank"] == 0 else None
+    parts = PartWriter(storage, plan["rank"], plan["attempt"], tensors, size)
+    commits = _Commits(storage, plan, tell) if plan["rank"] == 0 else None
+    attempt = plan["attempt"]
     tell("ready")
     requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests,), daemon=True).start()
-    lock = threading.Lock()
     ended = threading.Event()
     pause = _POLL_S if isinstance(storage, LocalStorage) else _REMOTE_POLL_S
     poller = None
-    if committer is not None:
-        poller = threading.Thread(
-            target=_poll, args=(committer, lock, ended, pause, tell), daemon=True
-        )
+    if commits is not None:
+        poller = threading.Thread(target=_poll, args=(commits, ended, pause, tell), daemon=True)
         poller.start()
     while (line := requests.get()) is not None:
         request = json.loads(line)
+        if request["attempt"] != attempt:
+            attempt = request["attempt"]
+            parts = PartWriter(storage, plan["rank"], attempt, tensors, size)
+            if commits is not None:
+                commits.begin(attempt)
+        if "step" not in request:
+            continue
         step, slot = request["step"], request["slot"]
+        facts = {"step": step, "attempt": attempt, "slot": slot}
         started = time.monotonic()
         try:
             if slot is not None:  # else it was written by the process before this one
                 start = slot * plan["stride"]
-                writer.write(step, arena[start : start + size])
-                tell("written", step=step, slot=slot, seconds=time.monotonic() - started)
-            if committer is not None:
-                with lock:
-                    committer.expect(step, request["state"], request["files"])
+                parts.write(step, arena[start : start + size])
+                tell("written", seconds=time.monotonic() - started, **facts)
+            if commits is not None:
+                commits.expect(step, request["state"], request["files"])
         except OSError as error:
-            tell("failed", step=step, slot=slot, error=str(error))
+            tell("failed", error=str(error), **facts)
     ended.set()
     if poller is not None:
         poller.join()
@@ -138,33 +144,71 @@ def _receive(requests: queue.SimpleQueue[str | None]) -> None:
     requests.put(None)
 
 
-def _committer(storage: Storage, plan: Mapping[str, Any], tell: Tell) -> Committer:
-    return Committer(
-        storage,
-        plan["world"],
-        plan["attempt"],
-        {name: base64.b64decode(text) for name, text in plan["files"].items()},
-        plan["keep"],
-        plan["verified"],
-        tell,
-        PATIENCE_S,
-    )
+class _Commits:
+    """The committer of this attempt, and those of attempts of which steps still wait.
+
+    Any thread may use it.
+    """
+
+    def __init__(self, storage: Storage, plan: Mapping[str, Any], tell: Tell) -> None:
+        self._storage = storage
+        self._plan = plan
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._all = [self._new(plan["attempt"], plan["verified"])]
+
+    def _new(self, attempt: str, verified: Iterable[str]) -> Committer:
+        return Committer(
+            self._storage,
+            self._plan["world"],
+            attempt,
+            {name: base64.b64decode(text) for name, text in self._plan["files"].items()},
+            self._plan["keep"],
+            verified,
+            self._tell,
+            PATIENCE_S,
+        )
+
+    def begin(self, attempt: str) -> None:
+        """The ranks have met again: what follows is of another attempt."""
+        with self._lock:
+            for older in self._all:
+                older.hurry(ORPHAN_PATIENCE_S)
+            self._all.append(self._new(attempt, self._all[-1].verified))
+
+    def expect(self, step: int, state: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+        """As `Committer.expect`, of this attempt."""
+        with self._lock:
+            self._all[-1].expect(step, state, texts)
+
+    def poll(self) -> bool:
+        """Commit what is complete; whether steps are still waiting."""
+        with self._lock:
+            waiting = [each.poll() for each in self._all]
+            self._all = [
+                each
+                for each, waits in zip(self._all, waiting, strict=True)
+                if waits or each is self._all[-1]
+            ]
+            return any(waiting)
+
+    def progress(self) -> int:
+        """Bytes that are there of the data of steps that wait."""
+        with self._lock:
+            return sum(each.progress() for each in self._all)
 
 
-def _poll(
-    committer: Committer, lock: threading.Lock, ended: threading.Event, pause: float, tell: Tell
-) -> None:
+def _poll(commits: _Commits, ended: threading.Event, pause: float, tell: Tell) -> None:
     left, progress = ORPHAN_PATIENCE_S, -1
     while True:
         last = ended.is_set()
         try:
-            with lock:
-                waiting = committer.poll()
+            waiting = commits.poll()
         except OSError as error:
             tell("warning", error=f"committing failed and is tried again: {error}")
             waiting = True
         if last:
-            before, progress = progress, committer.progress()
+            before, progress = progress, commits.progress()
             left = left - pause if progress == before else ORPHAN_PATIENCE_S
             if not waiting or left <= 0:
                 return

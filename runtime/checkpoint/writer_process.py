@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from msc.ir.errors import CommunicationError
-from msc.runtime.checkpoint.arena import SLOTS, Arena
+from msc.runtime.checkpoint.arena import Arena
+from msc.runtime.checkpoint.marks import SLOTS
 
 Log = Callable[[str], None]
 _MODULE = "msc.runtime.checkpoint.writer"
@@ -23,6 +24,7 @@ _LIVES = 3  # processes in a row that may die at one save before it is given up
 class _Save:
     """A step that was handed over: its slot is None once it is written."""
 
+    attempt: str
     step: int
     slot: int | None
     request: Mapping[str, Any]
@@ -45,13 +47,12 @@ class WriterProcess:
         self.failed: int | None = None
         self.restarts = 0
         self._arena = arena
-        self._plan = json.dumps(
-            {**plan, "slots": SLOTS, "stride": arena.stride, "size": arena.size}
-        )
+        self._plan = {**plan, "slots": SLOTS, "stride": arena.stride, "size": arena.size}
         self._commits = commits
         self._log = log
         self._saves: list[_Save] = []
         self._reserved: set[int] = set()
+        self._newest: int | None = None
         self._change = threading.Condition(threading.RLock())
         self._closing = False
         self._ready = False
@@ -76,14 +77,18 @@ class WriterProcess:
         return self._process.pid
 
     def take_slot(self, wait: bool) -> int | None:
-        """A slot that nothing is written from; None if there is none and `wait` is false."""
+        """A slot that nothing is written from; None if there is none and `wait` is false.
+
+        Of two it is the older one: the newest snapshot stays until the next is complete.
+        """
         with self._change:
             while not self.broken:
                 busy = {each.slot for each in self._saves} | self._reserved
                 free = [slot for slot in range(SLOTS) if slot not in busy]
                 if free:
-                    self._reserved.add(free[0])
-                    return free[0]
+                    slot = next((each for each in free if each != self._newest), free[0])
+                    self._reserved.add(slot)
+                    return slot
                 if not wait:
                     return None
                 self._change.wait()
@@ -93,11 +98,23 @@ class WriterProcess:
         """Write `slot` as the part of `step`; `request` has what is committed with it."""
         with self._change:
             self._reserved.discard(slot)
+            self._newest = slot
             if self.broken:
                 self._log(f"checkpoint of step {step} was not saved: no process can be started")
                 return
-            self._saves.append(_Save(step, slot, request))
+            self._saves.append(_Save(self._plan["attempt"], step, slot, request))
             self._ask(self._saves[-1])
+
+    def begin(self, attempt: str) -> None:
+        """The ranks have met again: saves from now on are of another attempt."""
+        with self._change:
+            self._plan["attempt"] = attempt
+            self._send({"attempt": attempt})
+
+    def keep(self, slot: int) -> None:
+        """What this slot holds is the newest that counts: the next save goes into the other."""
+        with self._change:
+            self._newest = slot
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are over; whether they are."""
@@ -128,18 +145,20 @@ class WriterProcess:
         )
         self._reader = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
         self._reader.start()
-        self._send(self._plan)
+        attempts = [each.attempt for each in self._saves]
+        self._send({**self._plan, "attempt": (attempts or [self._plan["attempt"]])[0]})
         for save in self._saves:
             self._ask(save)
 
     def _ask(self, save: _Save) -> None:
-        self._send(json.dumps({"step": save.step, "slot": save.slot, **save.request}))
+        place = {"attempt": save.attempt, "step": save.step, "slot": save.slot}
+        self._send({**place, **save.request})
 
-    def _send(self, line: str) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         # Of a process that has died: `_listen` starts another, which is asked again.
         with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(line + "\n")
+            self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
@@ -159,7 +178,8 @@ class WriterProcess:
 
     def _hear(self, report: Mapping[str, Any]) -> None:
         event, step = report["event"], report.get("step")
-        save = next((each for each in self._saves if each.step == step), None)
+        which = (report.get("attempt"), step)
+        save = next((each for each in self._saves if (each.attempt, each.step) == which), None)
         if event == "ready":
             self._ready = True
             self._stillborn = 0

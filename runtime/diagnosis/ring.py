@@ -69,6 +69,13 @@ class Ring:
         self._step = self._first = 0
         self.phase("idle")
 
+    def begin(self) -> None:
+        """Forget all communications: the ranks have met again, and count from 0."""
+        self._started = [0] * len(self._started)
+        self._count = self._step = self._first = 0
+        self._map[self._counts : len(self._map)] = bytes(len(self._map) - self._counts)
+        self.phase("idle")
+
     def phase(self, name: str, step: int | None = None) -> None:
         """What the rank does now; with a step's number where one begins."""
         if step is not None:
@@ -128,11 +135,13 @@ class Record:
 class RankView:
     """What one rank's ring says.
 
-    alive: "running", "stopped", "dead", or "unknown" for a process of another machine. in_step: how
-    many records the step has so far; started: per channel, all of the run; records: the last ones.
+    pid: of its process. alive: "running", "stopped", "dead", or "unknown" for a process of another
+    machine. in_step: how many records the step has so far; started: per channel, all of the run;
+    records: the last ones.
     """
 
     rank: int
+    pid: int
     alive: str
     phase: str
     step: int
@@ -179,7 +188,15 @@ def read_ring(file: Path, last: int | None = None) -> RankView:
     in_step = (found[-1][0] if found else 0) - first
     state = alive(facts)
     return RankView(
-        facts["rank"], state, PHASES[phase], step, in_step, since, started, tuple(records)
+        facts["rank"],
+        facts["pid"],
+        state,
+        PHASES[phase],
+        step,
+        in_step,
+        since,
+        started,
+        tuple(records),
     )
 
 

@@ -150,3 +150,22 @@ def test_what_was_handed_over_is_finished_when_the_trainer_is_gone(
     os.kill(process.pid, signal.SIGCONT)
     process.wait()
     assert saved(tmp_path) == [5]
+
+
+def test_ranks_that_meet_again_write_a_step_again_elsewhere(tmp_path: Path, make: Make) -> None:
+    writer = make()
+    save(writer, 1)
+    writer.begin("bb")
+    save(writer, 1)
+    assert writer.flush(60)
+    writer.close(60)
+    assert saved(tmp_path) == [1]  # one is kept
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001-bb"]
+
+
+def test_the_snapshot_that_counts_is_overwritten_last(make: Make) -> None:
+    writer = make()
+    save(writer, 1)
+    assert writer.flush(60)
+    writer.keep(1)
+    assert [writer.take_slot(wait=False) for _ in range(2)] == [0, 1]

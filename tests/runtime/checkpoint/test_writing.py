@@ -77,7 +77,8 @@ def test_a_step_whose_parts_do_not_come_is_given_up_by_name(tmp_path: Path) -> N
     PartWriter(storage, 0, "aa", (), SIZE).write(3, memoryview(image(3, 0)))
     committer.expect(3, {}, {})
     assert not committer.poll()
-    assert told == [{"e": "abandoned", "step": 3, "error": "part-00001.json did not come"}]
+    error = "part-00001.json did not come"
+    assert told == [{"e": "abandoned", "step": 3, "attempt": "aa", "error": error}]
 
 
 def test_a_kill_at_any_byte_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
@@ -219,3 +220,17 @@ def test_a_commit_that_fails_is_tried_again(tmp_path: Path) -> None:
     shutil.rmtree(folder / "commit.json")
     assert not committer.poll()
     assert complete(storage) == [1]
+
+
+def test_a_step_of_ranks_that_are_gone_is_given_up_when_nothing_of_it_grows(tmp_path: Path) -> None:
+    told: list[str] = []
+    storage = LocalStorage(tmp_path)
+    committer = Committer(
+        storage, WORLD, "aa", {}, None, (), lambda event, **f: told.append(event), 600.0
+    )
+    PartWriter(storage, 0, "aa", (), SIZE).write(3, memoryview(image(3, 0)))
+    committer.expect(3, {}, {})
+    assert committer.poll()
+    committer.hurry(-1.0)
+    assert not committer.poll()
+    assert told == ["abandoned"]

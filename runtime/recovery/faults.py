@@ -1,0 +1,64 @@
+"""What can happen to a rank, in words, and whether it is worth another try."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happened to a rank, or to the connections of all (rank None).
+
+    doing: what it did then; code: the exit code for the whole job if this is the end; program:
+    whether the program itself may be the cause, so that it would come again; final: whether it
+    certainly would; restart: whether only new processes for all ranks can help; detect_s: how long
+    it took to see it, at most.
+    """
+
+    rank: int | None
+    what: str
+    step: int | None
+    doing: str = ""
+    code: int = 1
+    program: bool = False
+    final: bool = False
+    restart: bool = False
+    detect_s: float = 0.0
+
+    def __str__(self) -> str:
+        who = "the group of all ranks" if self.rank is None else f"rank {self.rank}"
+        where = "" if self.step is None else f" in step {self.step}"
+        return f"{who} {self.what}{where}" + (f", {self.doing}" if self.doing else "")
+
+
+class Memory:
+    """Remembers faults, so that one that comes back ends the job."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[tuple[int | None, str, int | None]] = Counter()
+
+    def hopeless(self, faults: Sequence[Fault]) -> str:
+        """Why it is no use to try again; "" if it is of use."""
+        for fault in faults:
+            if fault.final:
+                return "it would fail again"
+            key = (fault.rank, fault.what, fault.step)
+            self._seen[key] += 1
+            if fault.program and self._seen[key] > 1:
+                return "the same failure came back after the rank was replaced"
+        return ""
+
+
+def of_exit(code: int) -> tuple[str, bool]:
+    """An exit code in words, and whether the program may be the cause."""
+    if code >= 0:
+        return f"ended with exit code {code}", True
+    number = signal.Signals(-code)
+    if number in _FROM_OUTSIDE:
+        return f"was killed ({number.name})", False
+    return f"crashed ({number.name})", True

@@ -1,0 +1,148 @@
+"""Which rank of a run stands still: from how far the ranks' rings say that they are."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msc.runtime.diagnosis.blame import (
+    BUSY,
+    DATA,
+    DEAD,
+    MISMATCH,
+    RING,
+    SAVING,
+    SILENT,
+    STUCK,
+    Cause,
+    blame,
+)
+from msc.runtime.diagnosis.ring import RankView, read_ring
+from msc.runtime.diagnosis.schedule import Act, from_text
+
+STILL_S = 2.5
+"""How long no rank may get on before the rings are read: the least such time."""
+TIMES = 6.0
+"""How many of the slowest of the last steps that time is, if it is more."""
+FIRST_STEPS_S = 120.0
+"""The same while too few steps of a generation were taken to say: kernels may be compiled yet."""
+WITHOUT_DATA_S = 60.0
+"""The same where a rank waits for its data or for storage, which may just be slow."""
+_LOOK_S = 0.5
+"""Between two readings of the rings."""
+_STEPS = 8
+_HEAD = struct.Struct("<8sIIQIIQQ")
+_GUILTY = (DEAD, BUSY, MISMATCH)
+"""What is said of a rank that must be replaced; who is frozen the agent sees by itself."""
+_SLOW = (DATA, SAVING)
+_TOGETHER = (RING, STUCK, SILENT)
+
+
+@dataclass
+class Pulse:
+    """What one rank's ring has said last, and when it changed."""
+
+    ring: Path
+    schedule: Path
+    said: bytes = b""
+    step: int = 0
+    changed: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """Nobody gets on: for how long, which ranks are the cause, and what is said of them.
+
+    guilty: ranks that must be replaced; without any, all must meet again.
+    """
+
+    seconds: float
+    guilty: tuple[Cause, ...]
+    text: str
+
+
+class Health:
+    """Watches the ranks of one generation while they are inside of `fit`."""
+
+    def __init__(self) -> None:
+        self._pulses: dict[int, Pulse] = {}
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._last_step = time.monotonic()
+        self._next_look = 0.0
+
+    def watch(self, rank: int, ring: Path, schedule: Path) -> None:
+        """A rank writes into this ring from now on."""
+        self._pulses[rank] = Pulse(ring, schedule)
+
+    def begin(self) -> None:
+        """A generation begins: its first steps may take any time."""
+        self._steps.clear()
+        self._last_step = time.monotonic()
+        for pulse in self._pulses.values():
+            pulse.step, pulse.changed = 0, self._last_step
+
+    def view(self, rank: int) -> RankView | None:
+        """What a rank's ring says; None if it has none."""
+        pulse = self._pulses.get(rank)
+        try:
+            return None if pulse is None else read_ring(pulse.ring)
+        except (OSError, ValueError):
+            return None
+
+    def look(self) -> None:
+        """See how far the ranks are."""
+        now = time.monotonic()
+        for pulse in self._pulses.values():
+            with open(pulse.ring, "rb") as file:
+                raw = file.read(_HEAD.size)
+            if raw == pulse.said or len(raw) < _HEAD.size:
+                continue
+            pulse.said, pulse.changed = raw, now
+            step = _HEAD.unpack(raw)[3]
+            if step > pulse.step and pulse is next(iter(self._pulses.values())):
+                if pulse.step:  # else it is the first step, which warms up
+                    self._steps.append((now - self._last_step) / (step - pulse.step))
+                self._last_step = now
+            pulse.step = step
+
+    @property
+    def patience_s(self) -> float:
+        """How long nobody may get on."""
+        if len(self._steps) < 2:
+            return FIRST_STEPS_S
+        return max(STILL_S, TIMES * max(self._steps))
+
+    def slow_step_s(self) -> float:
+        """How long one of the last steps took at most."""
+        return max(self._steps, default=0.0)
+
+    def standstill(self) -> Standstill | None:
+        """Whether nobody gets on, and why; None if ranks do, or wait for what is no fault."""
+        now = time.monotonic()
+        if not self._pulses or now < self._next_look:
+            return None
+        still = now - max(pulse.changed for pulse in self._pulses.values())
+        if still < self.patience_s:
+            return None
+        self._next_look = now + _LOOK_S
+        views: dict[int, RankView] = {}
+        schedules: dict[int, list[Act]] = {}
+        for rank, pulse in self._pulses.items():
+            view = self.view(rank)
+            if view is not None:
+                views[rank] = view
+            schedules[rank] = from_text(pulse.schedule.read_text())
+        causes = blame(views, schedules, len(self._pulses)).causes
+        kinds = _GUILTY if still < WITHOUT_DATA_S else _GUILTY + _SLOW
+        guilty = tuple(cause for cause in causes if cause.what in kinds)
+        text = "; ".join(f"rank {c.rank} {c.what}{_detail(c)}" for c in causes) or "nobody gets on"
+        if guilty or any(cause.what in _TOGETHER for cause in causes):
+            return Standstill(still, guilty, text)
+        return None
+
+
+def _detail(cause: Cause) -> str:
+    return f" ({cause.detail})" if cause.detail else ""

@@ -1,0 +1,127 @@
+"""A rank's side of the agent: it says what it does, and hears when its group is over."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from msc.runtime.recovery import sockets
+from msc.runtime.recovery.channel import Channel
+from msc.runtime.recovery.journal import Journal
+
+_AGAIN_S = 0.02
+
+
+@dataclass(frozen=True)
+class MemorySource:
+    """A step whose state all ranks have in host memory.
+
+    arenas: for each rank the open file, and `slots` where in it the step lies.
+    """
+
+    step: int
+    slots: tuple[int, ...]
+    arenas: tuple[int, ...]
+
+    def close(self) -> None:
+        """Close the files."""
+        for handle in self.arenas:
+            os.close(handle)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One forming of a job's group.
+
+    host, port: of the store, which no other generation uses; source: where the state comes from,
+    None if from storage; last: the step up to which ranks train that are inside of `fit`, None if
+    none is; reached: the last step that was ever taken.
+    """
+
+    number: int
+    host: str
+    port: int
+    source: MemorySource | None
+    last: int | None
+    reached: int
+
+
+class Link:
+    """This rank's connection with the agent.
+
+    folder: of the run; journal: of its losses. `tell` may be called by any thread.
+    """
+
+    def __init__(self, channel: Channel, folder: Path, journal: Journal) -> None:
+        self.folder = folder
+        self.journal = journal
+        self._channel = channel
+        self._joins: queue.SimpleQueue[Generation] = queue.SimpleQueue()
+        self._out = threading.Event()
+        self._out.set()
+        self._wake: Callable[[], None] = sockets.shut
+        threading.Thread(target=self._listen, name="msc-agent", daemon=True).start()
+
+    def tell(self, event: str, files: Sequence[int] = (), **facts: Any) -> None:
+        """Send the agent a message."""
+        self._channel.send(event, files, **facts)
+
+    def meet(self, **facts: Any) -> Generation:
+        """Wait until all ranks of the job are here; the generation that they form.
+
+        Whatever this rank had of an earlier generation must be given up before.
+        """
+        self._out.set()
+        self.tell("ready", **facts)
+        generation = self._joins.get()
+        self._out.clear()
+        return generation
+
+    def on_leave(self, wake: Callable[[], None]) -> None:
+        """Call `wake` in another thread, again and again, when this rank is to leave its group."""
+        self._wake = wake
+
+    def surrender(self, event: str, **facts: Any) -> NoReturn:
+        """Tell the agent that this process cannot go on, and wait to be ended by it."""
+        self.tell(event, **facts)
+        while True:
+            time.sleep(1)
+
+    def _listen(self) -> None:
+        while (received := self._channel.receive()) is not None:
+            message, files = received
+            if message.pop("event") == "join":
+                self._joins.put(_generation(message, files))
+                continue
+            while not self._out.is_set():  # connections are opened while it waits to be heard
+                self._wake()
+                self._out.wait(_AGAIN_S)
+        os._exit(1)  # the agent is gone, and nobody would hear of this rank
+
+
+def _generation(message: dict[str, Any], files: list[int]) -> Generation:
+    found = message.pop("source")
+    source = None
+    if found is not None:
+        source = MemorySource(found["step"], tuple(found["slots"]), tuple(files))
+    return Generation(source=source, **message)
+
+
+_link: Link | None = None
+
+
+def install(link: Link) -> None:
+    """Make `link` that of this process."""
+    global _link
+    _link = link
+
+
+def current() -> Link | None:
+    """This process's link; None if it was not started by an agent that brings runs back."""
+    return _link

@@ -1,0 +1,45 @@
+"""One recovery, from the fault to the first new step, and how long its parts took."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from msc.runtime.recovery.faults import Fault
+
+
+@dataclass
+class Repair:
+    """Times are those of `time.monotonic`, 0 while it is not so far.
+
+    left: all survivors were out of their group; joined: all ranks were there; load_s: of the
+    slowest rank; source, step: where the state came from, and of which step it is; caught_up: the
+    first new step; standbys: how many took a rank.
+    """
+
+    faults: list[Fault]
+    noticed: float = field(default_factory=time.monotonic)
+    left: float = 0.0
+    joined: float = 0.0
+    restored: float = 0.0
+    load_s: float = 0.0
+    source: str = ""
+    step: int = 0
+    caught_up: int | None = None
+    replaced: set[int] = field(default_factory=set)
+    standbys: int = 0
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part; they add up to the whole."""
+        now = time.monotonic()
+        left = min(max(self.left, self.noticed), self.joined)
+        both = self.restored - self.joined
+        load = min(self.load_s, both)
+        return {
+            "detect": self.faults[0].detect_s,
+            "tear down": left - self.noticed,
+            "start": self.joined - left,
+            "groups": both - load,
+            "load": load,
+            "catch up": now - self.restored,
+        }

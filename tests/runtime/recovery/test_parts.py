@@ -1,0 +1,182 @@
+"""The parts of recovery without a run: messages, journal, snapshots, sockets, faults."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from msc.runtime.checkpoint.arena import Arena, OtherArena
+from msc.runtime.checkpoint.marks import Mark
+from msc.runtime.diagnosis.ring import Ring
+from msc.runtime.diagnosis.schedule import Act, collective_channel, to_text
+from msc.runtime.recovery import health, sockets
+from msc.runtime.recovery.arenas import HeldArena, newest_common
+from msc.runtime.recovery.channel import Channel
+from msc.runtime.recovery.faults import Fault, Memory, of_exit
+from msc.runtime.recovery.health import Health
+from msc.runtime.recovery.journal import Entry, Journal
+
+CPU = torch.device("cpu")
+
+
+def test_messages_come_whole_and_with_their_files() -> None:
+    one, other = Channel.pair()
+    files = [os.memfd_create(f"{n}") for n in range(300)]  # more than the kernel passes at once
+    for n, handle in enumerate(files):
+        os.pwrite(handle, bytes([n % 256]), 0)
+    assert one.send("join", files, number=3)
+    received = other.receive()
+    assert received is not None
+    message, handles = received
+    assert message == {"event": "join", "number": 3}
+    assert [os.pread(handle, 1, 0)[0] for handle in handles] == [n % 256 for n in range(300)]
+    for handle in files + handles:
+        os.close(handle)
+    one.close()
+    assert other.receive() is None
+    assert not other.send("anything")
+    other.close()
+
+
+def test_a_journal_gives_back_what_a_step_came_to_before() -> None:
+    journal = Journal.new()
+    journal.begin(1)
+    first = Entry(1.5, None, 0.1)
+    assert journal.write(1, first) is None
+    assert journal.write(2, Entry(1.25, 3.0, 0.2)) is None
+    assert journal.write(1, Entry(1.75, None, 0.1)) == first
+    assert (journal.steps, [each.loss for each in journal.first(2)]) == (2, [1.75, 1.25])
+    assert journal.first(2)[1].norm == 3.0
+    journal.begin(1)
+    assert journal.steps == 2
+    journal.begin(2)  # the next Trainer of the script
+    assert journal.steps == 0
+
+
+def test_the_newest_step_is_one_that_all_have() -> None:
+    arenas = [Arena(100, CPU) for _ in range(3)]
+    held = {n: HeldArena(arena.handle, arena.marks_start) for n, arena in enumerate(arenas)}
+    assert newest_common(held, 3) is None
+    for arena in arenas:
+        arena.marks.set(0, Mark(1, 4))
+    for arena in arenas[1:]:
+        arena.marks.set(1, Mark(1, 6))
+    assert newest_common(held, 3) == (4, [0, 0, 0])
+    arenas[0].marks.set(1, Mark(2, 6))  # the same step of another generation
+    assert newest_common(held, 3) == (4, [0, 0, 0])
+    arenas[0].marks.set(1, Mark(1, 6))
+    assert newest_common(held, 3) == (6, [1, 1, 1])
+    arenas[2].marks.clear(1)  # it is being written
+    assert newest_common(held, 3) == (4, [0, 0, 0])
+    assert newest_common(held, 4) is None
+
+
+def test_a_slot_is_read_through_the_open_file_of_another_process() -> None:
+    arena = Arena(5000, CPU)
+    arena.slots[1].fill_(7)
+    assert arena.marks.note(1, "a note")
+    assert not arena.marks.note(1, "x" * (1 << 16))
+    arena.marks.set(1, Mark(2, 9))
+    other = OtherArena(arena.handle, 5000, 1)
+    assert (other.note, other.mark) == ("a note", Mark(2, 9))
+    assert torch.equal(other.image, arena.slots[1])
+
+
+def test_only_connections_of_groups_are_shut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        mine = socket.create_connection(server.getsockname())
+        with sockets.recording():
+            group = socket.create_connection(server.getsockname())
+            listener = socket.create_server(("127.0.0.1", 0))
+        waiting = threading.Thread(target=lambda: ended.append(group.recv(1)))
+        ended: list[bytes] = []
+        waiting.start()
+        sockets.shut()
+        waiting.join()
+        assert ended == [b""]
+        accepted, _ = server.accept()
+        accepted.sendall(b"x")
+        assert mine.recv(1) == b"x"
+        late = socket.create_connection(listener.getsockname())  # it listens as before
+        sockets.forget()
+        for each in (mine, group, listener, accepted, late):
+            each.close()
+
+
+def test_a_socket_that_has_a_number_after_one_of_a_group_is_not_shut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with sockets.recording():
+            group = socket.create_connection(server.getsockname())
+        number = group.fileno()
+        group.close()
+        mine = socket.create_connection(server.getsockname())
+        assert mine.fileno() == number
+        sockets.shut()
+        for _ in range(2):
+            accepted, _ = server.accept()
+            accepted.send(b"x")
+            accepted.close()
+        assert mine.recv(1) == b"x"
+        mine.close()
+        sockets.forget()
+
+
+def test_who_computes_while_others_wait_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_STEPS_S", "STILL_S", "TIMES", "_LOOK_S"):
+        monkeypatch.setattr(health, name, 0.0)
+    channel = collective_channel("dp", (0, 1))
+    schedule = [Act("all_reduce", channel, 8, "here"), Act("wait", channel, 0, "here", 0)]
+    watched = Health()
+    rings = []
+    for rank in range(2):
+        path, file = tmp_path / f"{rank}.ring", tmp_path / f"{rank}.json"
+        rings.append(Ring(path, rank, [channel]))
+        file.write_text(to_text(schedule))
+        watched.watch(rank, path, file)
+    for ring in rings:
+        ring.phase("step", 1)
+    rings[0].enter(rings[0].start("all_reduce", channel, 8))
+    watched.look()
+    found = watched.standstill()
+    assert found is not None
+    assert [cause.rank for cause in found.guilty] == [1]
+    rings[1].phase("data")  # it may just be slow
+    watched.look()
+    assert watched.standstill() is None
+    monkeypatch.setattr(health, "WITHOUT_DATA_S", 0.0)
+    found = watched.standstill()
+    assert found is not None
+    assert "rank 1 waits for data" in found.text
+
+
+def test_nobody_is_blamed_before_a_few_steps_say_how_long_they_take(tmp_path: Path) -> None:
+    watched = Health()
+    watched.begin()
+    assert watched.patience_s == health.FIRST_STEPS_S
+    ring = Ring(tmp_path / "ring", 0, [])
+    watched.watch(0, tmp_path / "ring", tmp_path / "schedule")
+    for step in range(1, 5):
+        ring.phase("step", step)
+        watched.look()
+    assert watched.patience_s == health.STILL_S
+
+
+def test_faults_that_a_program_may_cause_are_tried_once_more() -> None:
+    memory = Memory()
+    what, program = of_exit(-9)
+    assert (what, program) == ("was killed (SIGKILL)", False)
+    killed = Fault(1, what, 5, program=program)
+    assert not any(memory.hopeless([killed]) for _ in range(5))
+    raised = Fault(1, "raised ValueError: x", 5, program=True)
+    assert not memory.hopeless([raised])
+    assert not memory.hopeless([Fault(1, "raised ValueError: x", 6, program=True)])
+    assert memory.hopeless([raised]) == "the same failure came back after the rank was replaced"
+    assert memory.hopeless([Fault(1, "raised InputError: x", 1, final=True)])
+    assert of_exit(-11) == ("crashed (SIGSEGV)", True)
