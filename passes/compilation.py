@@ -55,7 +55,7 @@ class Settings:
     master: torch.dtype | None = None  # of parameters, where the chunks compute in a lower one
     cost: CostModel = field(default_factory=CostModel)
     bucket_bytes: int = 25 * 2**20
-    in_flight: int = 4
+    in_flight: int = 32
     zero: int = 0
     shard_group: int | None = None  # None: all of dp
     memory: float | None = None

@@ -1,23 +1,21 @@
-"""Let only so many gathers, and so many reductions, of a step be on their way at once on a group.
-
-    %a1 = all_gather(..); %a2 = ..; %a3 = ..       %a1 = all_gather(..); %a2 = ..
-    %w1 = wait(%a1)                          ->    %w1 = wait(%a1)
-                                                   %a3 = all_gather(..)
+"""Wait for reductions as soon as they have landed, and let only so many transfers be on their way.
 
     %r1 = all_reduce(%f1); %r2 = ..; %r3 = ..      %r1 = all_reduce(%f1); %r2 = ..
                                              ->    %w1 = wait(%r1)
     %w1 = wait(%r1)                                %r3 = all_reduce(%f3)
 
-One in flight holds its operand and its result, and a group's collectives run one after the other:
-more than a few at once take memory and save no time. A gather starts later, for its reader comes
-late; a reduction is waited for earlier, since its operand then ends. Groups over pipeline stages
-are left alone: there one stage's wait could hold up what the other needs. Numerics: kept bit for
-bit.
+A reduction holds its operand and its result until it is waited for, so that gradients that are all
+waited for at the end of the step are there twice. It is waited for before the first later one of
+its group that starts when it has landed by the model: the rank's computing, without the times in
+which it waits for others, against the group's transfers one after the other. So nothing waits
+longer than before. Beyond the limit in number, which is far above what a step hides, a reduction is
+waited for at once and a gather starts later. Groups over pipeline stages are left alone: there one
+stage's wait could hold up what the other needs. Numerics: kept bit for bit.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,10 +23,14 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from msc.ir.communication import COLLECTIVES, WAITS, group_of
+from msc.cost.collectives import collective_seconds
+from msc.cost.flops import nbytes
+from msc.cost.topology import group_spans
+from msc.ir.communication import COLLECTIVES, WAITS, group_of, moved_tensors, subgraph
 from msc.ir.groups import Group
 from msc.ir.passes import BIT_EXACT, GraphPass
-from msc.passes.compilation import Compilation
+from msc.passes.block_time import block_time
+from msc.passes.compilation import Compilation, Settings
 
 _c10d = torch.ops._c10d_functional
 _REDUCTIONS = {_c10d.all_reduce.default, _c10d.reduce_scatter_tensor.default}
@@ -36,7 +38,7 @@ _REDUCTIONS = {_c10d.all_reduce.default, _c10d.reduce_scatter_tensor.default}
 
 @dataclass(frozen=True)
 class LimitInFlight(GraphPass):
-    """Start gathers later and wait for reductions earlier, so that the limit holds."""
+    """Wait for reductions earlier; start gathers beyond the limit later."""
 
     name: ClassVar[str] = "limit-in-flight"
     numerics: ClassVar[str] = BIT_EXACT
@@ -46,15 +48,18 @@ class LimitInFlight(GraphPass):
         return name.startswith("rank.")
 
     def run(self, gm: fx.GraphModule, unit: Compilation) -> int:
-        limit = unit.settings.in_flight
         gathers: dict[str, list[fx.Node]] = defaultdict(list)
-        reductions: dict[str, list[fx.Node]] = defaultdict(list)
         for node in gm.graph.nodes:
-            if node.target not in COLLECTIVES or "pp" in Group.parse(group_of(node)).axes:
-                continue
-            (reductions if node.target in _REDUCTIONS else gathers)[group_of(node)].append(node)
+            if _of_one_stage(node) and node.target not in _REDUCTIONS:
+                gathers[group_of(node)].append(node)
+        limit = unit.settings.in_flight
         moved = sum(_start_later(starts, limit) for starts in gathers.values())
-        return moved + sum(_wait_earlier(starts, limit) for starts in reductions.values())
+        return moved + _wait_when_landed(gm, unit.settings)
+
+
+def _of_one_stage(node: fx.Node) -> bool:
+    """Whether a node starts a collective of ranks of one pipeline stage, which run one program."""
+    return node.target in COLLECTIVES and "pp" not in Group.parse(group_of(node)).axes
 
 
 def _wait(start: fx.Node) -> fx.Node:
@@ -75,12 +80,47 @@ def _start_later(starts: Sequence[fx.Node], limit: int) -> int:
     return moved
 
 
-def _wait_earlier(starts: Sequence[fx.Node], limit: int) -> int:
-    """Move the wait of the one `limit` before each start before it, where that comes later."""
+def _wait_when_landed(gm: fx.GraphModule, settings: Settings) -> int:
+    """Wait for each reduction before the first later one at whose start it has landed."""
+    clock = 0.0
+    free: defaultdict[str, float] = defaultdict(float)  # when a group has ended what it was given
+    flying: defaultdict[str, deque[tuple[fx.Node, float]]] = defaultdict(deque)
+    times: dict[int, float] = {}
     moved = 0
-    for before, start in zip(starts, starts[limit:], strict=False):
-        landed = _wait(before)
-        if start < landed:
-            start.prepend(landed)
-            moved += 1
+    for node in list(gm.graph.nodes):
+        if node.op == "call_module":
+            clock += _time(subgraph(gm, node), settings, times)
+        elif not _of_one_stage(node):
+            continue
+        else:
+            group = group_of(node)
+            free[group] = max(clock, free[group]) + _transfer(node, settings)
+            if node.target in _REDUCTIONS:
+                own = flying[group]
+                while own and (own[0][1] <= clock or len(own) >= settings.in_flight):
+                    wait = _wait(own.popleft()[0])
+                    if node < wait:
+                        node.prepend(wait)
+                        moved += 1
+                own.append((node, free[group]))
     return moved
+
+
+def _time(gm: fx.GraphModule, settings: Settings, known: dict[int, float]) -> float:
+    """The modelled time of a graph, and of the graphs that it calls."""
+    if id(gm) not in known:
+        called = [subgraph(gm, node) for node in gm.graph.nodes if node.op == "call_module"]
+        own = block_time(list(gm.graph.nodes), settings)
+        known[id(gm)] = own + sum(_time(each, settings, known) for each in called)
+    return known[id(gm)]
+
+
+def _transfer(start: fx.Node, settings: Settings) -> float:
+    """What a collective takes, in the unit of `settings.cost`."""
+    kind, group = COLLECTIVES[start.target], Group.parse(group_of(start))
+    payload = max(map(nbytes, moved_tensors(start)))
+    cluster, mesh = settings.cost.cluster, settings.mesh
+    if cluster is None:
+        return settings.cost.collective(kind, payload, group.size(mesh))
+    spans = group_spans(mesh, group, range(mesh.axis_size("pp")), cluster.devices_per_node)
+    return max(collective_seconds(cluster, kind, payload, span) for span in spans)
