@@ -194,9 +194,9 @@ def compile(
         pass_results=unit.dump,
     )
     if memory is not None:
-        _check_memory(program, memory, "memory")
+        _check_memory(program, memory, "memory", settings)
     if isinstance(recompute, MemoryBudget):
-        _check_memory(program, recompute.bytes_per_rank, "the budget of recompute")
+        _check_memory(program, recompute.bytes_per_rank, "the budget of recompute", settings)
     _check_values(program)
     return program
 
@@ -401,13 +401,27 @@ def _check_values(program: Program) -> None:
     )
 
 
-def _check_memory(program: Program, bound: float, name: str) -> None:
+def _check_memory(program: Program, bound: float, name: str, settings: Settings) -> None:
     needed = program.memory_bytes()
     worst = max(range(len(needed)), key=needed.__getitem__)
     if needed[worst] > bound:
         raise PlanError(
             f"Pipeline {program.class_names[worst]} needs {needed[worst]:,} bytes per rank "
             "(parameters, gradients, optimizer state and activations at their peak), but "
-            f"{name} is {bound:,}. "
-            "Use more tp or pp ranks, or more micro-batches; recompute= takes less for more work."
+            f"{name} is {bound:,}. {_ways_to_less(settings)}"
         )
+
+
+def _ways_to_less(settings: Settings) -> str:
+    """What takes less memory, of what is not in use yet."""
+    dp, zero = settings.mesh.axis_size("dp"), settings.zero
+    ways = ["Use more tp or pp ranks, or more micro-batches"]
+    if dp > 1 and zero < 3:
+        ways.append(f"zero={zero + 1}{'' if zero == 2 else ' or more'} splits more over dp={dp}")
+    elif zero:
+        ways.append("more dp ranks, as zero splits all over them")
+    if settings.mesh.axis_size("pp") > 1:
+        ways.append("a schedule with fewer micro-batches in flight, as 'zb-v' or '1f1b'")
+    if settings.recompute == "none":
+        ways.append("recompute= takes less for more work")
+    return "; ".join(ways) + "."

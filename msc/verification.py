@@ -23,6 +23,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, to
 _FLOOR = 1e-6
 _FLOORS = {torch.float64: _FLOOR, torch.float32: 1e-2}  # what is smaller is rounding of larger ones
 _HALF_FLOOR = 0.05
+_ROUNDINGS = 4.0
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ def verify(
     rewrites is compared with the module itself, unless it draws random numbers. `dtype`
     converts model and inputs; gradients smaller than a part of the largest (1e-6 in float64, 1% in
     float32, 5% in half types) are measured against that part, since they are rounding of larger
-    ones; with float64, explicit casts to float32
-    inside the model become float64 on both sides, so that the comparison is exact.
+    ones, and differences of four roundings of the largest are none; with float64, explicit casts to
+    float32 inside the model become float64 on both sides, so that the comparison is exact.
     """
     if dtype is not None:
         if options.get("precision") is not None:
@@ -86,7 +87,8 @@ def verify(
     tolerance = max(TOLERANCE.get(dtype, 1e-5) for dtype in dtypes)
     floor = max(_FLOORS.get(dtype, _HALF_FLOOR) for dtype in dtypes)
     grad_errors = {
-        n: relative_error(result.grads.get(n), grads.get(n), scale, floor) for n in names
+        n: relative_error(result.grads.get(n), grads.get(n), scale, floor, _ROUNDINGS)
+        for n in names
     }
     loss_error = relative_error(result.loss, loss, scale)
     eager = eager_errors(model, inputs, options.get("loss_fn"), options.get("batch_dims"))
@@ -107,9 +109,16 @@ def verify(
 
 
 def relative_error(
-    value: Tensor | None, reference: Tensor | None, scale: float, floor: float = _FLOOR
+    value: Tensor | None,
+    reference: Tensor | None,
+    scale: float,
+    floor: float = _FLOOR,
+    roundings: float = 0.0,
 ) -> float:
     """max|value - reference| / max(max|reference|, floor * scale).
+
+    Differences of so many `roundings` of the scale, in the reference's dtype, are none: a gradient
+    that is zero but for them, as of a bias before a batch norm, has no digits to agree in.
 
     Both absent is 0; absent on one side, or NaN on one side only, is infinite. Values that are NaN
     or infinite alike on both sides agree.
@@ -120,10 +129,12 @@ def relative_error(
         return 0.0 if reference is not None and not reference.any() else float("inf")
     if reference is None:
         return float("inf") if value.any() else 0.0
+    rounded = roundings * torch.finfo(reference.dtype).eps * scale if roundings else 0.0
     value, reference = value.double(), reference.double()
     if value.shape != reference.shape:
         return float("inf")
     same = (value == reference) | (value.isnan() & reference.isnan())
+    same |= (value - reference).abs() <= rounded
     if bool(same.all()):
         return 0.0
     difference = torch.where(same, 0.0, (value - reference).abs())
@@ -289,7 +300,7 @@ def _compare_with_eager(
     floor = max(_FLOORS.get(value.dtype, _HALF_FLOOR) for value in (eager, *expected.values()))
     errors = {"loss": relative_error(loss.detach(), eager.detach(), scale)}
     for name in grads | expected:
-        errors[name] = relative_error(grads.get(name), expected.get(name), scale, floor)
+        errors[name] = relative_error(grads.get(name), expected.get(name), scale, floor, _ROUNDINGS)
     return errors
 
 

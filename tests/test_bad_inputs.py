@@ -108,7 +108,9 @@ def test_numbers_of_an_optimizer(options: dict[str, Any]) -> None:
 def test_a_memory_bound() -> None:
     message = refused(mesh="pp=2", memory=1000)
     assert "Pipeline stage0 needs" in message or "Pipeline stage1 needs" in message
-    assert "Use more tp or pp ranks, or more micro-batches" in message
+    assert "Use more tp or pp ranks, or more micro-batches; a schedule with fewer" in message
+    assert "zero=1 or more splits more over dp=2" in refused(mesh="dp=2", memory=1000)
+    assert "more dp ranks" in refused(mesh="dp=2", zero=3, memory=1000)
     needed = max(compile_gpt(mesh="pp=2").memory_bytes())
     assert compile_gpt(mesh="pp=2", memory=needed).mesh.size == 2
 
@@ -128,7 +130,7 @@ def test_cluster_files(tmp_path: Path) -> None:
     file.write_text(json.dumps({"name": "c", "colour": "red"}))
     assert "unknown fields ['colour']" in refused(cluster=file)
     file.write_text(json.dumps({"name": "c"}))
-    assert "Cluster lacks the fields ['devices_per_node'" in refused(cluster=file)
+    assert f"Cluster file '{file}' lacks the fields ['devices_per_node'" in refused(cluster=file)
     file.write_text("[1, 2]")
     assert "luster" in refused(cluster=file)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ _MAY_BE_ZERO = (
     "fused_least_rows",
     "fused_least_flops",
 )
+_WHOLE = ("devices_per_node", "multiprocessors", "fused_least_rows")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ class Cluster:
         for name, value in asdict(self).items():
             if name == "dtype_flops_per_s":
                 self._check_dtypes(value)
-            elif name not in ("name", "sources"):
+            elif name in ("name", "sources"):
+                if not isinstance(value, str):
+                    raise PlanError(f"Cluster '{self.name}': {name} is {value!r}; it is text.")
+            else:
                 self._check(name, value)
         for name in ("gemm_efficiency", "fused_gemm_rate"):
             if getattr(self, name) > 1:
@@ -68,18 +73,20 @@ class Cluster:
                     f"Cluster '{self.name}': {name} is {getattr(self, name)!r}; it is a fraction "
                     "of another rate, 1 at most."
                 )
-        if not isinstance(self.multiprocessors, int):
-            raise PlanError(
-                f"Cluster '{self.name}': multiprocessors is {self.multiprocessors!r}; it is a "
-                "whole number."
-            )
+        for name in _WHOLE:
+            if not isinstance(getattr(self, name), int):
+                raise PlanError(
+                    f"Cluster '{self.name}': {name} is {getattr(self, name)!r}; it is a whole "
+                    "number."
+                )
 
     def _check(self, name: str, value: Any) -> None:
-        number = isinstance(value, (int, float))
-        if name in _MAY_BE_ZERO and number and value == 0:
-            return
-        if not number or not value > 0:
-            raise PlanError(f"Cluster '{self.name}': {name} is {value!r}; it must be positive.")
+        place = f"Cluster '{self.name}': {name} is {value!r}"
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise PlanError(f"{place}; it must be a number.")
+        least = "0 or positive" if name in _MAY_BE_ZERO else "positive"
+        if math.isnan(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+            raise PlanError(f"{place}; it must be {least}.")
 
     def _check_dtypes(self, rates: Any) -> None:
         if not isinstance(rates, Mapping):
@@ -115,12 +122,14 @@ class Cluster:
             )
         else:
             values = _read(source)
+        file = isinstance(source, (str, Path))
+        which = f"Cluster file '{source}'" if file else f"Cluster {values.get('name', '')!r}"
         known = {field.name for field in fields(cls)}
         required = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
         if unknown := sorted(set(values) - known):
-            raise PlanError(f"Cluster has unknown fields {unknown}. Known: {sorted(known)}.")
+            raise PlanError(f"{which} has unknown fields {unknown}. Known: {sorted(known)}.")
         if missing := sorted(required - set(values)):
-            raise PlanError(f"Cluster lacks the fields {missing}.")
+            raise PlanError(f"{which} lacks the fields {missing}.")
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
@@ -128,11 +137,22 @@ class Cluster:
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file, in which no field stands twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = sorted({name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1})
+        raise ValueError(f"it has the fields {twice} more than once")
+    return found
+
+
 def _read(source: str | Path) -> dict[str, Any]:
     shipped = presets()
     try:
-        values = json.loads(shipped.get(str(source), Path(source)).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        values = json.loads(
+            shipped.get(str(source), Path(source)).read_text(), object_pairs_hook=_fields
+        )
+    except (OSError, ValueError) as error:  # no file, no text, or no JSON
         raise PlanError(
             f"Cluster file '{source}' cannot be read: {error}. Clusters that need no file: "
             f"{', '.join(shipped)}."

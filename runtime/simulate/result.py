@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from msc.cost import Cluster
+from msc.ir.errors import UserError
 from msc.ir.mesh import Mesh
 from msc.runtime.simulate.rank import Slice
 from msc.runtime.simulate.table import as_text
@@ -174,8 +175,16 @@ class SimulationResult:
         return busy / self.step_seconds if self.step_seconds else 0.0
 
     def save_trace(self, file: str | Path) -> None:
-        """Write the step as a Chrome trace (JSON), which ui.perfetto.dev opens."""
-        Path(file).write_text(json.dumps(trace_events(self)) + "\n")
+        """Write the step as a Chrome trace (JSON), which ui.perfetto.dev opens.
+
+        Raises `UserError` where the file cannot be written.
+        """
+        try:
+            Path(file).write_text(json.dumps(trace_events(self)) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"The trace cannot be written: {error}. Give a file in a folder that exists."
+            ) from error
 
     def __str__(self) -> str:
         return as_text(self)

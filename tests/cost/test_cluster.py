@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,30 @@ def test_latencies_have_defaults() -> None:
     assert cluster.launch_s == 5e-6
 
 
-@pytest.mark.parametrize("value", [0, -1.0, "fast", None])
-def test_a_rate_is_positive(value: Any) -> None:
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        *((value, "positive") for value in (0, -1.0, math.nan)),
+        *((value, "a number") for value in ("100GB", None, True)),
+    ],
+)
+def test_a_rate_is_positive(value: Any, reason: str) -> None:
     with pytest.raises(PlanError) as error:
         Cluster.load({**VALUES, "flops_per_s": value})
     assert str(error.value) == (
-        f"Cluster 'two nodes': flops_per_s is {value!r}; it must be positive."
+        f"Cluster 'two nodes': flops_per_s is {value!r}; it must be {reason}."
     )
+
+
+def test_a_name_is_text() -> None:
+    with pytest.raises(PlanError, match=r"^Cluster '5': name is 5; it is text"):
+        Cluster.load({**VALUES, "name": 5})
 
 
 def test_latencies_may_be_zero() -> None:
     zero = {"node_latency_s": 0, "network_latency_s": 0.0, "launch_s": 0}
     assert Cluster.load({**VALUES, **zero}).launch_s == 0
-    with pytest.raises(PlanError, match="launch_s is -1; it must be positive"):
+    with pytest.raises(PlanError, match="launch_s is -1; it must be 0 or positive"):
         Cluster.load({**VALUES, "launch_s": -1})
 
 
@@ -70,6 +82,7 @@ def test_a_dtype_may_have_a_rate_of_its_own() -> None:
         ({"fused_gemm_rate": 1.5}, "fused_gemm_rate is 1.5; it is a fraction of another rate"),
         ({"multiprocessors": 1.5}, "multiprocessors is 1.5; it is a whole number"),
         ({"multiprocessors": 0}, "multiprocessors is 0; it must be positive"),
+        ({"devices_per_node": 1.5}, "devices_per_node is 1.5; it is a whole number"),
     ],
 )
 def test_rates_that_cannot_be(values: dict[str, Any], message: str) -> None:
@@ -88,12 +101,15 @@ def test_a_shipped_cluster_is_read_by_its_name(name: str) -> None:
 
 
 def test_unknown_and_missing_fields_are_named() -> None:
-    with pytest.raises(PlanError, match=r"^Cluster has unknown fields \['flops'\]\. Known: \["):
+    with pytest.raises(
+        PlanError, match=r"^Cluster 'two nodes' has unknown fields \['flops'\]\. Known: \["
+    ):
         Cluster.load({**VALUES, "flops": 1})
     less = {key: value for key, value in VALUES.items() if not key.startswith("memory")}
     with pytest.raises(PlanError) as error:
         Cluster.load(less)
-    assert str(error.value) == ("Cluster lacks the fields ['memory_bytes', 'memory_bytes_per_s'].")
+    lacks = "lacks the fields ['memory_bytes', 'memory_bytes_per_s']."
+    assert str(error.value) == f"Cluster 'two nodes' {lacks}"
 
 
 @pytest.mark.parametrize("text", [None, "{", "not json"])
@@ -112,3 +128,22 @@ def test_a_file_holds_an_object(tmp_path: Path) -> None:
     path.write_text("[1, 2]")
     with pytest.raises(PlanError, match=r"holds no JSON object with a cluster's fields"):
         Cluster.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b'{"name": "a", "name": "b"}', "it has the fields ['name'] more than once"),
+        (b'{"name": "a"}', "lacks the fields ['devices_per_node', "),
+    ],
+)
+def test_a_file_that_holds_no_cluster_is_named(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.json"
+    file.write_bytes(content)
+    with pytest.raises(PlanError) as error:
+        Cluster.load(file)
+    assert f"Cluster file '{file}'" in str(error.value)
+    assert message in str(error.value)

@@ -149,6 +149,33 @@ def test_batch_norm(kind: str, mesh: str, microbatches: int) -> None:
     assert bool(separate) == (microbatches > 1)
 
 
+class Residual(nn.Module):
+    """Convolutions with a bias, which batch norm takes off: its gradient is rounding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 7, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(7, 7, 3, padding=1), nn.BatchNorm2d(7), nn.ReLU())
+            for _ in range(5)
+        )
+        self.head = nn.Linear(7, 11)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return functional.cross_entropy(self.head(x.mean((2, 3))), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_gradient_that_is_zero_but_for_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(6, 3, 6, 6), torch.randint(11, (6,)))
+    report = msc.verify(Residual(), batch, mesh="dp=2", microbatches=3, dtype=dtype)
+    assert report.ok, report.first_difference
+
+
 @pytest.mark.parametrize("mesh", ["", "dp=2", "tp=2", "dp=2,tp=2"])
 def test_a_buffer_of_the_users_own(mesh: str) -> None:
     """Each micro-batch reads what the one before has written."""

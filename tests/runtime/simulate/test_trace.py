@@ -7,9 +7,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import fx
 
 from msc.ir import actions
+from msc.ir.errors import UserError
 from msc.runtime.simulate import SimulationResult
 from msc.runtime.simulate.trace import trace_events
 from tests.runtime.build import C10D, Builder, all_reduce, recv, send
@@ -106,3 +108,10 @@ def test_a_saved_trace_is_json(tmp_path: Path) -> None:
         if each["ph"] == "X":
             assert each["dur"] >= 0
             assert isinstance(each["tid"], int)
+
+
+def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"The trace cannot be written: .*missing"):
+        simulated().save_trace(tmp_path / "missing" / "t.json")
+    with pytest.raises(UserError, match="The trace cannot be written"):
+        simulated().save_trace(tmp_path)
