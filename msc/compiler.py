@@ -14,6 +14,7 @@ from torch import fx, nn
 from msc.capture import Captured, capture
 from msc.cost import Cluster, CostModel
 from msc.explanation import Explainer
+from msc.ineffective import without_effect
 from msc.initialization import Recipe, recipe_of
 from msc.ir import flags
 from msc.ir.errors import PlanError, UserError
@@ -153,7 +154,7 @@ def compile(
         settings = replace(settings, optimizers=optimizer.grouped(named))
     recipe = _recipe(model, captured)
     notes = [*captured.notes, *_buffers_without_values(captured, recipe)]
-    notes += _written_buffers(captured)
+    notes += [*_written_buffers(captured), *without_effect(settings)]
     unit = new_unit(captured, settings)
     try:
         pipeline.run(unit)

@@ -230,3 +230,17 @@ def test_verify_takes_one_dtype() -> None:
 def test_a_loss_that_is_no_number() -> None:
     with pytest.raises(msc.UserError, match="loss"):
         msc.compile(nn.Linear(4, 4), (torch.randn(4, 4),))
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"zero": 2}, "zero=2 has no effect: the mesh has no dp"),
+        ({"zero": 2, "shard_group": 1, "mesh": "dp=2"}, "no effect with shard_group=1"),
+        ({"fuse_collectives": True, "mesh": "dp=2"}, "fuse_collectives=True has no effect"),
+        ({"schedule": "interleaved", "virtual_stages": 2}, "without pp there is no bubble"),
+    ],
+)
+def test_options_without_effect_are_noted(options: dict[str, Any], note: str) -> None:
+    (found,) = compile_gpt(**options).report.notes
+    assert note in found
