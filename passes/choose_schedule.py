@@ -18,7 +18,7 @@ from msc.passes.compilation import Compilation
 from msc.passes.schedules.balance import even_stages
 from msc.passes.schedules.rules import AUTO, Rules, rules_of
 from msc.passes.schedules.schedule import Schedule, scheduled
-from msc.passes.schedules.search import Cut, best_schedule
+from msc.passes.schedules.search import Cut, ranked_schedules
 from msc.passes.schedules.stages import Stages
 from msc.passes.schedules.timeline import Costs, bubble_fraction
 from msc.passes.split_backward import input_gradient_nodes
@@ -38,14 +38,15 @@ class ChooseSchedule(UnitPass):
         size = settings.mesh.axis_size("pp")
         virtual, count = settings.virtual_stages, settings.micro_batches
         if settings.schedule == AUTO:
-            unit.schedule = best_schedule(
+            unit.schedules = ranked_schedules(
                 size, virtual, count, len(_layers(unit)), blocks.cut, settings.memory
             )
+            unit.schedule = next(unit.schedules)
         else:
             rules = rules_of(settings.schedule, size, virtual, count)
             layers = blocks.cut(rules)
             unit.schedule = scheduled(settings.schedule, rules, layers.runs, layers.costs)
-        unit.remark(*_described(unit.schedule))
+        unit.remark(*described(unit.schedule))
         return 0
 
 
@@ -132,7 +133,8 @@ class _Blocks:
         return 2 + len(states)
 
 
-def _described(schedule: Schedule) -> list[str]:
+def described(schedule: Schedule) -> list[str]:
+    """Lines for the dump: name, bubble, and the steps of every stage."""
     bubble = bubble_fraction(schedule.orders, schedule.stages, schedule.modelled)
     lines = [f"{schedule.name}: modelled bubble {bubble:.1%}"]
     return lines + [

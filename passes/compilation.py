@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,6 +137,7 @@ class Compilation(Unit):
 
     reduced_together: with zero 2 and 3, of how many micro-batches gradients are reduced at once.
     rank_graphs: of each class of ranks: by pipeline stage, and within a stage by variant.
+    schedules: what "auto" would take after `schedule`.
     """
 
     settings: Settings
@@ -152,6 +153,7 @@ class Compilation(Unit):
     variants: list[Variant]
     parameter_states: dict[str, dict[str, State]]
     schedule: Schedule
+    schedules: Iterator[Schedule]
     stages_of: dict[str, list[int]]
     input_shapes: dict[str, tuple[int, ...]]
     data_shards: dict[str, DataShard]

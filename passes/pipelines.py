@@ -14,6 +14,7 @@ from msc.passes.clean_collectives import CleanCollectives
 from msc.passes.compilation import Compilation
 from msc.passes.cut import cut
 from msc.passes.differentiate import Differentiated, differentiate
+from msc.passes.fit_schedule import FitSchedule
 from msc.passes.fuse_bias import FuseBias
 from msc.passes.fuse_collectives.apply import FuseCollectives
 from msc.passes.fuse_sums import FuseSums
@@ -160,6 +161,7 @@ TRAIN = Pipeline(
         FuseSums(),
         Recompute(),  # when it is clear what the backwards read
         ChooseSchedule(),  # costs count the backward as it is, with what runs again
+        FitSchedule(_FINISH),  # what the choice needs is known when its rank graphs are there
         KeepBudget(_FINISH),  # the schedule says which blocks and how much is in flight on a stage
         *_FINISH,
         CheckCommunication(),  # of the order that runs

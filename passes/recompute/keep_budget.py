@@ -67,22 +67,32 @@ class KeepBudget(UnitPass):
         return changes
 
     def _peaks(self, unit: Compilation, choices: Sequence[Choice | None]) -> list[int]:
-        """The predicted bytes of each stage, of the class of ranks that needs most."""
-        measure = unit.settings.measure
-        assert measure is not None  # compile gives it together with a budget
-        trial = copy.copy(unit)
-        trial.graphs, trial.stages_of, trial.rank_graphs, trial.remarks = {}, {}, [], []
-        trial.variants = [
-            replace(v, differentiated={}, at_stage=_copies(v, unit, choices), chunks=[])
-            for v in unit.variants
-        ]
-        for variant in trial.variants:
-            for (stage, name), programs in variant.at_stage.items():
-                record(trial, f"{name}.stage{stage}", variant.suffix, programs)
-        run_passes_on(trial, self.then)
-        found = [measure(gm) for gm in trial.rank_graphs]
-        count = len(trial.variants)
-        return [max(found[i : i + count]) for i in range(0, len(found), count)]
+        return trial_peaks(unit, choices, self.then)
+
+
+def trial_peaks(
+    unit: Compilation, choices: Sequence[Choice | None], then: Sequence[Pass]
+) -> list[int]:
+    """The predicted bytes of each stage, of the class of ranks that needs most.
+
+    choices: of each stage, what it recomputes; then: the passes that make rank graphs of blocks.
+    The compilation stays as it is.
+    """
+    measure = unit.settings.measure
+    assert measure is not None  # compile gives it together with a bound
+    trial = copy.copy(unit)
+    trial.graphs, trial.stages_of, trial.rank_graphs, trial.remarks = {}, {}, [], []
+    trial.variants = [
+        replace(v, differentiated={}, at_stage=_copies(v, unit, choices), chunks=[])
+        for v in unit.variants
+    ]
+    for variant in trial.variants:
+        for (stage, name), programs in variant.at_stage.items():
+            record(trial, f"{name}.stage{stage}", variant.suffix, programs)
+    run_passes_on(trial, then)
+    found = [measure(gm) for gm in trial.rank_graphs]
+    count = len(trial.variants)
+    return [max(found[i : i + count]) for i in range(0, len(found), count)]
 
 
 def _copies(

@@ -34,15 +34,18 @@ class Cut:
     state: tuple[float, ...]
 
 
-def best_schedule(
+def ranked_schedules(
     num_stages: int,
     virtual: int | None,
     micro_batches: int,
     num_layers: int,
     cut: Callable[[Rules], Cut],
     memory: float | None,
-) -> Schedule:
-    """The schedule that ends first of those that fit; the smallest if none fits.
+) -> Iterator[Schedule]:
+    """The schedule that ends first of those that fit; then the rest, by when they end.
+
+    The smallest comes first if none fits. Whether one fits is estimated from what blocks save; the
+    caller may know better.
 
     virtual: chunks per stage, None for any number up to 4. memory: bytes of a rank.
     """
@@ -58,25 +61,25 @@ def best_schedule(
         usual = rules_of("1f1b", num_stages, 1, few)
         bound = _memory(cut(usual), list_schedule(usual, _equal(usual)))
     steps = sorted({1, num_stages // 2, num_stages - 1} - {0})
-    best: tuple[tuple[bool, float, float], int, bool] | None = None
+    found: list[tuple[bool, float, float, int, bool]] = []
     changes = [0, *steps, *(-n for n in steps)]
     for number, (_, rules, by) in enumerate(candidates(num_stages, many, few, changes)):
         layers = cut(rules)
         for equal in (False, True)[: 1 if by else 2]:
             orders = list_schedule(rules, _equal(rules) if equal else layers.costs)
             needed = _memory(layers, orders)
-            key = (True, needed, 0.0)
-            if needed <= bound:
-                key = (False, makespan(orders, rules.stages, layers.costs), needed)
-            if best is None or key < best[0]:
-                best = key, number, equal
-    assert best is not None  # any number of virtual stages has a schedule
-    _, number, equal = best
-    name, rules, _ = list(candidates(num_stages, many, micro_batches, changes))[number]
-    layers = cut(rules)
-    planned = _equal(rules) if equal else layers.costs
-    orders = list_schedule(rules, planned)
-    return Schedule(name, rules, layers.runs, orders, planned, layers.costs)
+            ends = makespan(orders, rules.stages, layers.costs)
+            found.append((needed > bound, ends, needed, number, equal))
+    found.sort()
+    first = found[0] if not found[0][0] else min(found, key=lambda each: each[2:])
+    rest = sorted((each for each in found if each is not first), key=lambda each: each[1:])
+    named = list(candidates(num_stages, many, micro_batches, changes))
+    for *_, number, equal in (first, *rest):
+        name, rules, _ = named[number]
+        layers = cut(rules)
+        planned = _equal(rules) if equal else layers.costs
+        orders = list_schedule(rules, planned)
+        yield Schedule(name, rules, layers.runs, orders, planned, layers.costs)
 
 
 def candidates(

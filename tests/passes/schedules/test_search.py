@@ -7,7 +7,7 @@ import itertools
 from msc.passes.schedules.list_scheduler import list_schedule
 from msc.passes.schedules.rules import Rules, rules_of
 from msc.passes.schedules.schedule import Schedule
-from msc.passes.schedules.search import Cut, best_schedule, candidates
+from msc.passes.schedules.search import Cut, candidates, ranked_schedules
 from msc.passes.schedules.timeline import Costs, makespan, peak_held
 
 
@@ -25,7 +25,9 @@ def layers(rules: Rules, num_layers: int, transfer: float = 0.0, head: float = 0
 
 
 def best(memory: float | None = None, virtual: int | None = None, **changes: float) -> Schedule:
-    return best_schedule(4, virtual, 8, 16, lambda rules: layers(rules, 16, **changes), memory)
+    return next(
+        ranked_schedules(4, virtual, 8, 16, lambda rules: layers(rules, 16, **changes), memory)
+    )
 
 
 def time(schedule: Schedule) -> float:
@@ -81,6 +83,13 @@ def test_no_named_schedule_is_better() -> None:
 
 
 def test_a_few_rounds_stand_for_many_micro_batches() -> None:
-    found = best_schedule(4, None, 203, 16, lambda rules: layers(rules, 16), None)
+    found = next(ranked_schedules(4, None, 203, 16, lambda rules: layers(rules, 16), None))
     assert found.name == "zb-v"
     assert time(found) == 203 * 3 * 4 + 2 * 3
+
+
+def test_what_follows_the_best_is_in_the_order_of_its_end() -> None:
+    _, *rest = ranked_schedules(4, None, 8, 16, lambda rules: layers(rules, 16), None)
+    ends = [makespan(each.orders, each.stages, each.modelled) for each in rest]
+    assert len(rest) > 20
+    assert ends == sorted(ends)
