@@ -34,12 +34,12 @@ def program_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case
     """The large step in bfloat16, the small one in float64."""
     tiny = sizes.hidden < 1024
     if dtype == torch.bfloat16:
-        yield _large_step(make, SMALL if tiny else ONE_BILLION)
+        yield from _large_step(make, SMALL if tiny else ONE_BILLION)
     else:
         yield _virtual_step(make)
 
 
-def _large_step(make: Make, config: GPTConfig) -> Case:
+def _large_step(make: Make, config: GPTConfig) -> Iterator[Case]:
     torch.manual_seed(0)
     model = GPTWithLoss(config)
     tokens = make.integers(config.vocabulary, BATCH, config.sequence)
@@ -47,12 +47,7 @@ def _large_step(make: Make, config: GPTConfig) -> Case:
     program = msc.compile(
         model, batch, precision="bf16-mixed", optimizer=msc.AdamW(lr=1e-4, weight_decay=0.0)
     )
-    trainer = Trainer(program, itertools.repeat(batch), log=False, device=make.device)
     rival = _eager_step(copy.deepcopy(model).to(make.device), tokens)
-
-    def step() -> Tensor:
-        trainer.fit(1)
-        return torch.tensor(trainer.losses[0], dtype=torch.float64)
 
     def first_loss() -> Tensor:
         """Of the untrained model in eager PyTorch."""
@@ -60,16 +55,22 @@ def _large_step(make: Make, config: GPTConfig) -> Case:
             loss: Tensor = copy.deepcopy(model).to(make.device)(tokens, tokens)
         return loss.cpu().double()
 
-    return Case(
-        f"training step, {sum(p.numel() for p in model.parameters()) / 1e9:.2f}B",
-        step,
-        first_loss,
-        rival,
-        program.report.model_flops,
-        "TFLOP/s",
-        torch.bfloat16,
-        note=lambda: _note(program, step, make.device),
-    )
+    with Trainer(program, itertools.repeat(batch), log=False, device=make.device) as trainer:
+
+        def step() -> Tensor:
+            trainer.fit(1)
+            return torch.tensor(trainer.losses[0], dtype=torch.float64)
+
+        yield Case(
+            f"training step, {sum(p.numel() for p in model.parameters()) / 1e9:.2f}B",
+            step,
+            first_loss,
+            rival,
+            program.report.model_flops,
+            "TFLOP/s",
+            torch.bfloat16,
+            note=lambda: _note(program, step, make.device),
+        )
 
 
 def _eager_step(model: torch.nn.Module, tokens: Tensor) -> Callable[[], Any]:

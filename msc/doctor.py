@@ -36,6 +36,7 @@ from msc.runtime.doctor.exclude import exclude
 from msc.runtime.doctor.network import check_interfaces, check_loopback, check_names
 from msc.runtime.doctor.peers import Peers, check_peers
 from msc.runtime.doctor.processes import LocalRanks
+from msc.runtime.member_groups import member_group
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def run_in_job(
     short = timedelta(seconds=effort.timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=short)
     members = [other for other, name in enumerate(hosts) if name == host]
-    group = dist.new_group(members, timeout=short, use_local_synchronization=True)
+    group = member_group(members, short)
     peers = Peers(store, rank, world, effort.pair, device, short, msc.__version__)
     between = check_peers(peers, group, members)
     dist.destroy_process_group()

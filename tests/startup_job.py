@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import msc
 from msc.ir.communication import used_groups
 from msc.ir.groups import Group
 from msc.launch import launch, under_torchrun
+from msc.runtime import member_groups
 from tests.checkpoint.job import Rows
 from tests.checkpoint.runs import program
 
@@ -43,15 +45,18 @@ def store_connections() -> int:
 
 def run(folder: Path, mesh: str) -> None:
     made: list[list[int]] = []
-    new_group = dist.new_group
+    groups: Any = member_groups
+    new_group, named_group = dist.new_group, groups.named_group
 
-    def counted(ranks: list[int], *args: Any, **options: Any) -> Any:
-        made.append(list(ranks))
-        assert options["use_local_synchronization"]
-        return new_group(ranks, *args, **options)
+    def counted(members: Sequence[int], *args: Any) -> Any:
+        made.append(list(members))
+        return named_group(members, *args)
+
+    def refused(*args: Any, **options: Any) -> Any:
+        raise AssertionError("all ranks of the job take part in new_group")
 
     compiled = program(mesh)
-    dist.new_group = counted  # type: ignore[assignment]
+    dist.new_group, groups.named_group = refused, counted
     try:
         with msc.Trainer(compiled, Rows(), log=False) as trainer:
             trainer.fit(1)
@@ -64,7 +69,7 @@ def run(folder: Path, mesh: str) -> None:
                 "used": sorted(list(each) for each in used if len(each) > 1),
             }
     finally:
-        dist.new_group = new_group
+        dist.new_group, groups.named_group = new_group, named_group
     (folder / f"{mesh}.{rank}.json").write_text(json.dumps(found))
 
 
