@@ -183,7 +183,7 @@ class SimulationResult:
             Path(file).write_text(json.dumps(trace_events(self)) + "\n")
         except OSError as error:
             raise UserError(
-                f"The trace cannot be written: {error}. Give a file in a folder that exists."
+                f"'{file}' cannot be written: {error}. Give a file in a folder that exists."
             ) from error
 
     def __str__(self) -> str:
