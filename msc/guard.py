@@ -72,6 +72,10 @@ class RunGuard:
         self._skipped = 0
         self._told = 0
 
+    def meet(self, job: Job) -> None:
+        """Go on in another group of the same ranks."""
+        self._job = job
+
     def news(self) -> list[str]:
         """The events since the call before."""
         new = self.events[self._told :]

@@ -138,7 +138,6 @@ class Trainer:
             "guard": str(guard),
         }
         job.agree(self._facts)
-        self._watched_by = guard
         self._guard = None if guard is None else RunGuard(guard, program, job)
         link = None if self._recovery is None else self._recovery.link
         self._graph = program.rank_graph(job.rank)
@@ -305,11 +304,12 @@ class Trainer:
         """After another rank was lost: meet who is there now, and go back to what all have."""
         if self._checkpoints is not None:
             self._checkpoints.settle()
+        self._phase("lost")
         self._job.close()
         self._job = self._join()
         self._job.agree(self._facts)
-        if self._watched_by is not None:
-            self._guard = RunGuard(self._watched_by, self.program, self._job)
+        if self._guard is not None:
+            self._guard.meet(self._job)
         if self._recorder is not None:
             self._recorder.ring.begin()
         self._executor.join()

@@ -13,74 +13,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from msc.ir.torch_private import TCPStore
 from msc.runtime.recovery.arenas import HeldArena, newest_common
+from msc.runtime.recovery.environment import HOST, rank_environment
 from msc.runtime.recovery.events import Events
 from msc.runtime.recovery.faults import Fault, Memory, of_exit
 from msc.runtime.recovery.health import STILL_S, Health
 from msc.runtime.recovery.journal import Journal
+from msc.runtime.recovery.members import Fit, Member, Stage
+from msc.runtime.recovery.pool import TICK_S, Pool
 from msc.runtime.recovery.process import Worker
 from msc.runtime.recovery.repair import Repair
 
-HOST = "127.0.0.1"
-_TICK_S = 0.05
 _LEAVE_S = 2.0
 """How long a rank may take to come out of its group, or the time of two of its steps."""
-_DOOMED_S = 2.0
-"""How long a rank that has failed may take to say so to the user, and end."""
 _LOST_S = 1.0
 """How long a lost connection waits for the fault that explains it."""
-_END_S = 10.0
-"""How long processes that were asked to end may take."""
-
-# What a rank does, as far as the agent knows.
-_STARTS, _WAITS, _JOINS, _RUNS, _LEAVES, _ENDED = (
-    "starts",
-    "waits",
-    "joins",
-    "runs",
-    "leaves",
-    "ended",
-)
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """The call of `Trainer.fit` that a rank is inside of; stays: whether it can go back in it.
-
-    Only in the first call is a new process, which runs the script from its beginning, sure to be
-    at the same place as the others when both come out of it.
-    """
-
-    calls: int
-    last: int
-    stays: bool
-
-
-@dataclass
-class _Member:
-    """A rank of the job, whichever process has it."""
-
-    rank: int
-    worker: Worker
-    stage: str = _STARTS
-    trainer: int = 0
-    fit: _Fit | None = None
-    arena: HeldArena | None = None  # counts once its rank has its state
-    told: str = ""
-    deadline: float = 0.0
-    seen: float = field(default_factory=time.monotonic)
-    stopped: float | None = None  # since when
 
 
 class Agent:
@@ -107,18 +63,12 @@ class Agent:
         self._arguments = list(arguments)
         self._folder = folder
         self._world = nproc
-        self._wanted_standbys = standbys
         self._replacements = replacements
         self._restarts = restarts
         self._budget = (replacements, restarts)
-        self._modules = list(modules)
         self._recovers = replacements + restarts > 0
         self._journal = Journal.new()
-        self._selector = selectors.DefaultSelector()
-        self._members: list[_Member] = []
-        self._standbys: list[Worker] = []
-        self._doomed: list[tuple[Worker, float]] = []
-        self._past: list[Worker] = []  # ended; something that they have started may be left
+        self._members: list[Member] = []
         self._arenas: dict[int, HeldArena] = {}
         self._health = Health()
         self._memory = Memory()
@@ -130,18 +80,19 @@ class Agent:
         self._signal = 0
         self._code: int | None = None
         self._new_store()
+        self._pool = Pool(self._environment(0), standbys, modules, self.events.say)
 
     def run(self) -> int:
         """Run to the end; the exit code: 0, that of the rank that failed, or 128 and a signal."""
         with self._signals():
             try:
-                self._members = [_Member(rank, self._new_worker()) for rank in range(self._world)]
+                self._members = [Member(rank, self._pool.new()) for rank in range(self._world)]
                 for member in self._members:
                     self._start(member)
                 while self._code is None:
                     self._turn()
             finally:
-                self._end()
+                self._pool.end([member.worker for member in self._members])
         return self._code
 
     # -- processes
@@ -150,83 +101,30 @@ class Agent:
         patience = timedelta(minutes=5)
         self._store = TCPStore(HOST, 0, None, True, patience, False)
 
-    def _new_worker(self) -> Worker:
-        worker = Worker({**os.environ, **self._environment(0)})
-        self._selector.register(worker.channel, selectors.EVENT_READ, worker)
-        return worker
-
     def _environment(self, rank: int) -> dict[str, str]:
-        world = str(self._world)
-        attempt = str(self._budget[1] - self._restarts)
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "ROLE_RANK": str(rank),
-            "GROUP_RANK": "0",
-            "ROLE_NAME": "default",
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "ROLE_WORLD_SIZE": world,
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": HOST,
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_RESTART_COUNT": attempt,
-            "TORCHELASTIC_MAX_RESTARTS": str(self._budget[1]),
-            "TORCHELASTIC_RUN_ID": f"msc-{os.getpid()}",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
+        most = self._budget[1]
+        return rank_environment(rank, self._world, self._store.port, most - self._restarts, most)
 
-    def _start(self, member: _Member) -> None:
+    def _start(self, member: Member) -> None:
         journal = self._journal.handle if self._recovers else None
         environment = self._environment(member.rank)
         member.worker.start(self._arguments, environment, self._folder, journal)
 
-    def _replace(self, member: _Member, repair: Repair) -> None:
+    def _replace(self, member: Member, repair: Repair) -> None:
         """Give a rank to another process."""
-        self._part_with(member.worker)
-        if member.arena is not None:
-            member.arena.close()
-        worker = max(self._standbys, key=lambda each: each.warm, default=None)
-        if worker is None:
-            worker = self._new_worker()
-        else:
-            self._standbys.remove(worker)
-            repair.standbys += 1
+        self._pool.part_with(member.worker)
+        member.withdraw()
+        worker, stood_by = self._pool.take()
+        repair.standbys += stood_by
         repair.replaced.add(member.rank)
-        self._members[member.rank] = member = _Member(member.rank, worker)
+        self._members[member.rank] = member = Member(member.rank, worker)
         self._start(member)
-
-    def _part_with(self, worker: Worker) -> None:
-        """A process is no rank any more."""
-        if any(worker is each for each, _ in self._doomed):
-            return
-        self._bury(worker)
-
-    def _bury(self, worker: Worker) -> None:
-        worker.kill()
-        self._forget(worker)
-        worker.channel.close()
-        if worker.children():
-            self._past.append(worker)
-
-    def _forget(self, worker: Worker) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(worker.channel)
 
     # -- one turn
 
     def _turn(self) -> None:
-        closing = False
-        for key, _ in self._selector.select(_TICK_S):
-            worker: Worker = key.data
-            received = worker.channel.receive()
-            if received is None:
-                self._forget(worker)
-                closing = True
-            else:
-                self._hear(worker, *received)
-        if closing:
-            time.sleep(0.002)  # from closing its files to its end a process takes so long
+        for worker, message, files in self._pool.heard():
+            self._hear(worker, message, files)
         self._reap()
         if self._signal:
             self._code = 128 + self._signal
@@ -234,7 +132,7 @@ class Agent:
             self._look()
             if self._news:
                 self._begin_repair()
-            elif all(member.stage == _ENDED for member in self._members):
+            elif all(member.stage is Stage.ENDED for member in self._members):
                 self._code = 0
             else:
                 self._advance()
@@ -244,35 +142,22 @@ class Agent:
         for member in self._members:
             code = member.worker.poll()
             before, member.seen = member.seen, now
-            if code is None or member.stage == _ENDED or self._is_doomed(member.worker):
+            if code is None or member.stage is Stage.ENDED or self._pool.is_doomed(member.worker):
                 continue
             if code == 0 and member.fit is None:
-                member.stage = _ENDED
-                self._forget(member.worker)
+                member.stage = Stage.ENDED
+                self._pool.forget(member.worker)
                 continue
             what, program = of_exit(code)
             status = code if code > 0 else 1
             self._note(member, what, code=status, program=program, detect_s=now - before)
-        for worker, deadline in list(self._doomed):
-            if worker.poll() is not None or now > deadline:
-                self._doomed = [each for each in self._doomed if each[0] is not worker]
-                self._bury(worker)
-        for worker in list(self._standbys):
-            if worker.poll() is not None:
-                self._standbys.remove(worker)
-                self._wanted_standbys -= 1
-                self._bury(worker)
-                self.events.say("a standby process ended before it was needed; there is no new one")
-        self._past = [worker for worker in self._past if worker.children()]
+        self._pool.reap()
 
-    def _is_doomed(self, worker: Worker) -> bool:
-        return any(worker is each for each, _ in self._doomed)
-
-    def _note(self, member: _Member, what: str, step: int | None = None, **facts: Any) -> None:
+    def _note(self, member: Member, what: str, step: int | None = None, **facts: Any) -> None:
         """A fault of a rank, with what its ring says that it did."""
         view = self._health.view(member.rank)
         doing = ""
-        if view is not None and member.stage in (_RUNS, _LEAVES, _WAITS):
+        if view is not None and member.stage in (Stage.RUNS, Stage.LEAVES, Stage.WAITS):
             step = view.step if step is None else step
             wait = view.open_wait
             doing = f"while it waited on {wait.channel}" if wait else f"in phase '{view.phase}'"
@@ -286,14 +171,14 @@ class Agent:
             return
         now = time.monotonic()
         for member in self._members:
-            if member.stage == _ENDED or not member.worker.stopped():
+            if member.stage is Stage.ENDED or not member.worker.stopped():
                 member.stopped = None
             elif member.stopped is None:
                 member.stopped = now
-            elif now - member.stopped > STILL_S - 2 * _TICK_S:
+            elif now - member.stopped > STILL_S - 2 * TICK_S:
                 member.stopped = None
                 self._note(member, "is frozen (it was stopped)", detect_s=STILL_S)
-        if self._news or any(m.stage != _RUNS or m.fit is None for m in self._members):
+        if self._news or any(m.stage is not Stage.RUNS or m.fit is None for m in self._members):
             return
         self._health.look()
         found = self._health.standstill()
@@ -313,12 +198,12 @@ class Agent:
 
     def _hear(self, worker: Worker, message: dict[str, Any], files: list[int]) -> None:
         event = message.pop("event")
-        if worker in self._standbys:
+        if self._pool.is_standby(worker):
             worker.warm = event == "warm"
             self.events.record("standby is warm", pid=worker.pid)
             return
         member = next((each for each in self._members if each.worker is worker), None)
-        if member is None or self._is_doomed(worker):
+        if member is None or self._pool.is_doomed(worker):
             for handle in files:
                 os.close(handle)
             return
@@ -326,22 +211,17 @@ class Agent:
             member.trainer = message["trainer"]
             if member.trainer > 1:
                 self._drop_arenas()  # they are of the Trainer before
-            if member.stage == _RUNS and member.fit is not None:
+            if member.stage is Stage.RUNS and member.fit is not None:
                 self._lost = self._lost or time.monotonic()  # it came out by itself
-            member.stage = _WAITS
+            member.stage = Stage.WAITS
         elif event == "ring":
             self._health.watch(member.rank, Path(message["ring"]), Path(message["schedule"]))
         elif event == "arena":
-            if member.arena is not None:
-                member.arena.close()
-            member.arena = HeldArena(files[0], message["marks"])
-            if member.trainer > 1:  # a rank that is replaced begins with the first Trainer
-                member.arena.close()
-                member.arena = None
+            member.offer(HeldArena(files[0], message["marks"]))
         elif event == "restored":
             self._restored(member, message)
         elif event == "fit":
-            member.fit = _Fit(**message)
+            member.fit = Fit(**message)
         elif event == "fit over":
             member.fit = None
         elif event == "lost":
@@ -358,7 +238,7 @@ class Agent:
                     program=True,
                     final=message.get("final", False),
                 )
-                self._doomed.append((worker, time.monotonic() + _DOOMED_S))
+                self._pool.doom(worker)
         elif event == "caught up":
             if self._repair is not None:
                 self._repair.caught_up = message["step"]
@@ -371,8 +251,8 @@ class Agent:
                 "is not what it was before the fault."
             )
 
-    def _restored(self, member: _Member, message: Mapping[str, Any]) -> None:
-        member.stage = _RUNS
+    def _restored(self, member: Member, message: Mapping[str, Any]) -> None:
+        member.stage = Stage.RUNS
         if member.arena is not None:
             old = self._arenas.get(member.rank)
             if old is not None:
@@ -383,7 +263,7 @@ class Agent:
             repair.load_s = max(repair.load_s, message["load_s"])
             repair.source = message["source"]
             repair.step = message["step"]
-        if all(each.stage == _RUNS for each in self._members):
+        if all(each.stage is Stage.RUNS for each in self._members):
             self._health.begin()
             if repair is not None:
                 repair.restored = time.monotonic()
@@ -427,7 +307,7 @@ class Agent:
             self._give_up(faults[0], hopeless)
             return
         common = newest_common(self._arenas, self._world)
-        kept = [m for m in self._members if m.rank not in dead and self._keeps(m)]
+        kept = [m for m in self._members if m.rank not in dead and m.can_go_on()]
         useful = self._generation > 0 and (kept or common is not None)
         if useful and len(dead) <= self._replacements and not any(f.restart for f in faults):
             self._replacements -= len(dead)
@@ -450,24 +330,12 @@ class Agent:
             self._repair = Repair(faults)
         self._take_apart(kept, self._repair)
 
-    @staticmethod
-    def _keeps(member: _Member) -> bool:
-        """Whether a rank's process can go on."""
-        if member.stage == _STARTS:
-            return True
-        if member.stage == _ENDED or member.trainer != 1:
-            return False
-        fit = member.fit
-        if fit is None:
-            return member.stage == _WAITS
-        return fit.stays and fit.calls == 1
-
-    def _take_apart(self, kept: Sequence[_Member], repair: Repair) -> None:
+    def _take_apart(self, kept: Sequence[Member], repair: Repair) -> None:
         patience = max(_LEAVE_S, 2 * self._health.slow_step_s())
         for member in kept:
-            if member.stage in (_RUNS, _JOINS):
+            if member.stage in (Stage.RUNS, Stage.JOINS):
                 member.worker.channel.send("leave", wait=False)
-                member.stage = _LEAVES
+                member.stage = Stage.LEAVES
                 member.deadline = time.monotonic() + patience
         self._new_store()  # closes the one before
         staying = {member.rank for member in kept}
@@ -487,30 +355,27 @@ class Agent:
         now = time.monotonic()
         repair = self._repair
         for member in list(self._members):
-            if member.stage == _LEAVES and now > member.deadline and repair is not None:
+            if member.stage is Stage.LEAVES and now > member.deadline and repair is not None:
                 self.events.say(
                     f"generation {self._generation}: rank {member.rank} does not come out of its "
                     "group; its process is killed, and the rank replaced"
                 )
                 self._replace(member, repair)
         if repair is not None and not repair.left:
-            if not any(member.stage == _LEAVES for member in self._members):
+            if not any(member.stage is Stage.LEAVES for member in self._members):
                 repair.left = now
         if self._lost is not None and now - self._lost > _LOST_S:
-            gone = [member for member in self._members if member.stage == _ENDED]
+            gone = [member for member in self._members if member.stage is Stage.ENDED]
             for member in gone:
                 self._note(member, "ended before the others did", code=1, program=True)
             if not gone:
                 self._news.append(Fault(None, "lost a connection", None, detect_s=_LOST_S))
             self._lost = None
             return
-        if all(member.stage == _WAITS for member in self._members):
+        if all(member.stage is Stage.WAITS for member in self._members):
             self._form()
-        if repair is None and all(member.stage == _RUNS for member in self._members):
-            while len(self._standbys) < self._wanted_standbys:
-                worker = self._new_worker()
-                worker.stand_by(self._modules)
-                self._standbys.append(worker)
+        if repair is None and all(member.stage is Stage.RUNS for member in self._members):
+            self._pool.stand_by()
 
     def _form(self) -> None:
         """All ranks are there: they form the next generation."""
@@ -525,7 +390,7 @@ class Agent:
             source = {"step": common[0], "slots": common[1]}
             files = [self._arenas[rank].handle for rank in range(self._world)]
         for member in self._members:
-            member.stage = _JOINS
+            member.stage = Stage.JOINS
             member.worker.channel.send(
                 "join",
                 files,
@@ -544,9 +409,9 @@ class Agent:
     # -- the end
 
     def _give_up(self, fault: Fault, why: str) -> None:
-        while self._doomed:  # they may have something to say, which the last word here explains
-            self._reap()
-            time.sleep(_TICK_S)
+        while self._pool.waits_for_words:  # which the last word here explains
+            self._pool.reap()
+            time.sleep(TICK_S)
         self._code = fault.code
         self.events.record("gave up", generation=self._generation, why=why, **vars(fault))
         if self._recovers:
@@ -556,28 +421,6 @@ class Agent:
         else:
             text = f"Rank {fault.rank} {fault.what}"
         self.events.say(f"{text}; the other ranks were stopped.")
-
-    def _end(self) -> None:
-        """End every process; those that write a checkpoint may finish."""
-        running = [member.worker for member in self._members if member.worker.poll() is None]
-        for worker in running:
-            worker.ask_to_end()
-        end = time.monotonic() + _END_S
-        while any(worker.poll() is None for worker in running) and time.monotonic() < end:
-            time.sleep(_TICK_S / 5)
-        for worker in (
-            *(member.worker for member in self._members),
-            *self._standbys,
-            *(worker for worker, _ in self._doomed),
-        ):
-            self._bury(worker)
-        for worker in self._past:
-            worker.end_children(signal.SIGTERM)  # what writes a checkpoint does not heed it
-        while any(worker.children() for worker in self._past) and time.monotonic() < end:
-            time.sleep(_TICK_S / 5)
-        for worker in self._past:
-            worker.end_children(signal.SIGKILL)
-        self._selector.close()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from msc.run_folder import ledger_file
+from msc.runtime.diagnosis.ledger import read_ledger
 from msc.runtime.recovery.events import read_events
 from tests.checkpoint.runs import equal, program
 
@@ -64,6 +66,9 @@ def test_ranks_that_are_killed_are_replaced_by_a_standby(folder: Path) -> None:
     assert [each["generation"] for each in found] == [2, 3]
     assert found[0]["standbys"] == 1
     assert "rank 1 was killed (SIGKILL) in step 6" in done.stderr
+    survived, *_ = read_ledger(ledger_file(folder / "killed.run", 0))
+    assert survived.noticed_s > 0
+    assert min(survived.seconds[name] for name in ("detect", "repair", "repeated")) > 0
 
 
 def test_all_ranks_at_once_and_again_while_they_come_back(folder: Path) -> None:
