@@ -14,7 +14,6 @@ from torch import fx, nn
 from msc.capture import Captured, capture
 from msc.cost import Cluster, CostModel
 from msc.explanation import Explainer
-from msc.ineffective import without_effect
 from msc.initialization import Recipe, recipe_of
 from msc.ir import flags
 from msc.ir.errors import PlanError, UserError
@@ -37,6 +36,7 @@ from msc.program import BACKENDS, Program
 from msc.report import make_report
 from msc.runtime.memory.predict import MemoryPredictor
 from msc.torch_optimizers import as_optimizer
+from msc.without_effect import without_effect
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 MIXED = "bf16-mixed"

@@ -18,7 +18,6 @@ from msc.passes.fit_schedule import FitSchedule
 from msc.passes.fuse_bias import FuseBias
 from msc.passes.fuse_collectives.apply import FuseCollectives
 from msc.passes.fuse_sums import FuseSums
-from msc.passes.limit_in_flight import LimitInFlight
 from msc.passes.merge_branches import MergeBranches
 from msc.passes.normalize import NORMALIZE
 from msc.passes.overlap import Overlap
@@ -37,6 +36,7 @@ from msc.passes.shard import Shard
 from msc.passes.shard_batch import ShardBatch
 from msc.passes.sharding.partition import Partitioned
 from msc.passes.split_backward import SplitBackward
+from msc.passes.wait_early import WaitEarly
 from msc.passes.zero.gather_late import GatherLate
 from msc.passes.zero.shard_data import ShardData
 
@@ -132,7 +132,7 @@ _RANK_GRAPHS = (
     BuildRankGraphs(),
     GatherLate(),
     ReduceEarly(),
-    LimitInFlight(),  # last: where all of a step's collectives start and end is known
+    WaitEarly(),  # last: where all of a step's collectives start and end is known
 )
 
 _FINISH = (

@@ -10,8 +10,8 @@ from msc.verification import _gradient_error
 
 def error(value: float, reference: float) -> float:
     """In float64, of a model whose largest gradient is 1."""
-    values = (torch.tensor([each], dtype=torch.float64) for each in (value, reference))
-    return _gradient_error(*values, scale=1.0, floor=1e-6, tolerance=1e-10)
+    found, wanted = (torch.tensor([each], dtype=torch.float64) for each in (value, reference))
+    return _gradient_error(found, wanted, scale=1.0, floor=1e-6, tolerance=1e-10)
 
 
 @pytest.mark.parametrize(("value", "reference"), [(3e-16, -1e-16), (0.0, 8e-16)])

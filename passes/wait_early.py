@@ -37,10 +37,10 @@ _REDUCTIONS = {_c10d.all_reduce.default, _c10d.reduce_scatter_tensor.default}
 
 
 @dataclass(frozen=True)
-class LimitInFlight(GraphPass):
+class WaitEarly(GraphPass):
     """Wait for reductions earlier; start gathers beyond the limit later."""
 
-    name: ClassVar[str] = "limit-in-flight"
+    name: ClassVar[str] = "wait-early"
     numerics: ClassVar[str] = BIT_EXACT
 
     def applies_to(self, name: str) -> bool:
