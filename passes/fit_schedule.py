@@ -16,9 +16,9 @@ from msc.ir.passes import BIT_EXACT, Pass, UnitPass
 from msc.ir.recompute import MemoryBudget
 from msc.passes.choose_schedule import described
 from msc.passes.compilation import Compilation
-from msc.passes.recompute.keep_budget import trial_peaks
 from msc.passes.schedules.rules import AUTO
 from msc.passes.schedules.schedule import Schedule
+from msc.passes.trial import Blocks, copied, peaks, trial_of_blocks
 
 _TRIALS = 10
 
@@ -46,7 +46,7 @@ class FitSchedule(UnitPass):
         for schedule in itertools.islice(itertools.chain([first], unit.schedules), _TRIALS):
             unit.schedule = schedule
             try:
-                needed = max(trial_peaks(unit, [None] * schedule.stages.count, self.then))
+                needed = max(peaks(trial_of_blocks(unit, _blocks(unit)), self.then))
             except PlanError:  # this schedule cannot have what else was asked for
                 continue
             tried.append((needed, len(tried), schedule))
@@ -57,3 +57,15 @@ class FitSchedule(UnitPass):
             unit.remark(f"'{first.name}' needs more than {bound:,.0f} bytes per rank")
             unit.remark(*described(unit.schedule))
         return 0
+
+
+def _blocks(unit: Compilation) -> list[Blocks]:
+    """Those of each variant, on the stages of the schedule."""
+    return [
+        {
+            (stage, name): copied(variant.programs(stage, name))
+            for stage in range(unit.schedule.stages.count)
+            for name in sorted(set(unit.blocks_on(stage)))
+        }
+        for variant in unit.variants
+    ]

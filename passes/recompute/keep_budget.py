@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import fx
 
-from msc.ir.passes import BIT_EXACT, Pass, UnitPass, run_passes_on
+from msc.ir.passes import BIT_EXACT, Pass, UnitPass
 from msc.ir.recompute import POLICIES, MemoryBudget
 from msc.passes.call_cost import call_cost
 from msc.passes.compilation import Compilation, Variant
@@ -20,6 +19,7 @@ from msc.passes.recompute.choice import Candidates, Choice, StageProgram
 from msc.passes.recompute.policies import calls_again
 from msc.passes.recompute.rewrite import recompute, saved_nodes
 from msc.passes.schedules.timeline import peak_held
+from msc.passes.trial import copied, peaks, trial_of_blocks
 
 _NOT_SPLIT = (
     ", or a schedule such as '1f1b', whose backward is not split: what the input gradients have "
@@ -67,32 +67,9 @@ class KeepBudget(UnitPass):
         return changes
 
     def _peaks(self, unit: Compilation, choices: Sequence[Choice | None]) -> list[int]:
-        return trial_peaks(unit, choices, self.then)
-
-
-def trial_peaks(
-    unit: Compilation, choices: Sequence[Choice | None], then: Sequence[Pass]
-) -> list[int]:
-    """The predicted bytes of each stage, of the class of ranks that needs most.
-
-    choices: of each stage, what it recomputes; then: the passes that make rank graphs of blocks.
-    The compilation stays as it is.
-    """
-    measure = unit.settings.measure
-    assert measure is not None  # compile gives it together with a bound
-    trial = copy.copy(unit)
-    trial.graphs, trial.stages_of, trial.rank_graphs, trial.remarks = {}, {}, [], []
-    trial.variants = [
-        replace(v, differentiated={}, at_stage=_copies(v, unit, choices), chunks=[])
-        for v in unit.variants
-    ]
-    for variant in trial.variants:
-        for (stage, name), programs in variant.at_stage.items():
-            record(trial, f"{name}.stage{stage}", variant.suffix, programs)
-    run_passes_on(trial, then)
-    found = [measure(gm) for gm in trial.rank_graphs]
-    count = len(trial.variants)
-    return [max(found[i : i + count]) for i in range(0, len(found), count)]
+        """The predicted bytes of each stage with some choices."""
+        blocks = [_copies(variant, unit, choices) for variant in unit.variants]
+        return peaks(trial_of_blocks(unit, blocks), self.then)
 
 
 def _copies(
@@ -105,7 +82,7 @@ def _copies(
             programs = variant.differentiated[name]
             again = choice.again.get(name, frozenset()) if choice is not None else ()
             new = recompute(programs, _same_calls(programs, again))
-            found[stage, name] = _copy(programs) if new is programs else new
+            found[stage, name] = copied(programs) if new is programs else new
     return found
 
 
@@ -161,20 +138,3 @@ def _same_calls(programs: Differentiated, calls: Collection[fx.Node]) -> set[fx.
     """The calls of a block that are those `calls` of the first variant's."""
     names = {node.name for node in calls}
     return {node for node in programs.forward.graph.nodes if node.name in names}
-
-
-def _copy(programs: Differentiated) -> Differentiated:
-    backward = programs.backward
-    return replace(
-        programs,
-        forward=_copy_graph(programs.forward),
-        backward=None if backward is None else _copy_graph(backward),
-    )
-
-
-def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    new = fx.GraphModule({}, fx.Graph())
-    new.graph.output(new.graph.graph_copy(gm.graph, {}))
-    for old, fresh in zip(gm.graph.nodes, new.graph.nodes, strict=True):
-        fresh.meta = dict(old.meta)
-    return new

@@ -13,18 +13,18 @@ summed over dp before they are summed over micro-batches with zero 2 and 3, othe
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import fx
 
 from msc.ir.data_shard import DataShard
-from msc.ir.passes import Pass, UnitPass, run_passes_on
+from msc.ir.passes import Pass, UnitPass
 from msc.ir.placement import Partial
 from msc.passes.chunks import Chunk
 from msc.passes.compilation import Compilation
 from msc.passes.schedules.stages import Kind
+from msc.passes.trial import peaks, trial
 from msc.passes.zero.chunk_graphs import gather_inside, reduce_inside
 from msc.passes.zero.collectives import ShardGroup
 
@@ -58,14 +58,12 @@ class ShardData(UnitPass):
             return 1
         count = settings.micro_batches
         while count > 1:
-            trial = copy.copy(unit)
-            trial.graphs, trial.rank_graphs, trial.reduced_together = {}, [], count
-            trial.variants = [
-                replace(v, chunks=[replace(chunk) for chunk in v.chunks]) for v in unit.variants
-            ]
-            _rewrite_all(trial, sharding)
-            run_passes_on(trial, self.then)
-            if max(map(settings.measure, trial.rank_graphs)) <= settings.memory:
+            chunks = [[replace(chunk) for chunk in v.chunks] for v in unit.variants]
+            variants = zip(unit.variants, chunks, strict=True)
+            tried = trial(unit, [replace(v, chunks=own) for v, own in variants])
+            tried.reduced_together = count
+            _rewrite_all(tried, sharding)
+            if max(peaks(tried, self.then)) <= settings.memory:
                 return count
             count //= 2
         return 1
