@@ -134,13 +134,12 @@ def attention_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iter
     batch, length, heads, size = shapes_of(sizes).attention
     target = target_of(make)
     scale = 1 / math.sqrt(size)
-    tiles = attention_tiles(target, grouped=False)
-    if make.device == "cpu":
-        tiles = AttentionTiles(*[Tiles(16, 16, 0)] * 4)
     shape = (batch, length, heads, size)
     q, k, v, gy = (make.normal(*shape, dtype=dtype) for _ in range(4))
     for window in (0, max(2, length // 8)):
         own = Attention(batch, length, heads, heads, size, "bfloat16", target, scale, window=window)
+        small = AttentionTiles(*[Tiles(16, 16, 0)] * 4)
+        tiles = small if make.device == "cpu" else attention_tiles(own)
         out, dq, dk, dv = (torch.empty_like(q) for _ in range(4))
         lse, delta = (q.new_empty(shape[:3], dtype=torch.float32) for _ in range(2))
         tensors = {"q": q, "k": k, "v": v, "gy": gy, "out": out, "dq": dq, "dk": dk, "dv": dv}

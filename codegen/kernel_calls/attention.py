@@ -17,7 +17,7 @@ from msc.codegen.kernels import attention_backward as backward_kernels
 from msc.codegen.kernels import attention_forward as forward_kernels
 from msc.codegen.kernels.attention import Attention, operands
 from msc.codegen.kernels.description import Target
-from msc.codegen.kernels.tiles import attention_tiles_for
+from msc.codegen.kernels.tiles import attention_tiles
 from msc.ir.errors import PlanError
 
 WIDEST = 128
@@ -37,7 +37,7 @@ def attention(
 ) -> Plan:
     """out and lse."""
     own = _attention(target, q, k, v, mask, scale, causal, window, soft_cap)
-    kernel = forward_kernels.emit(own, attention_tiles_for(own).forward)
+    kernel = forward_kernels.emit(own, attention_tiles(own).forward)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any
@@ -65,7 +65,7 @@ def attention_backward(
 ) -> Plan:
     """dq, dk and dv."""
     own = _attention(target, q, k, v, mask, scale, causal, window, soft_cap)
-    tiles = attention_tiles_for(own)
+    tiles = attention_tiles(own)
     kernels = (
         backward_kernels.emit_delta(own, tiles.delta),
         backward_kernels.emit_keys(own, tiles.keys),
