@@ -146,17 +146,14 @@ class KernelChoice:
     @property
     def decisions(self) -> list[Decision]:
         """All of them, in the order in which they were made."""
-        return [
-            Decision(
-                entry.op,
-                entry.where,
-                len(entry.nodes),
-                () if used is None else tuple(kernel.name for kernel in used.kernels),
-                entry.reason if entry.call is None else entry.call.failure or entry.reason,
-            )
-            for entry in self._entries.values()
-            for used in [None if entry.call is None or entry.call.failure else entry.call]
-        ]
+        found: list[Decision] = []
+        for entry in self._entries.values():
+            call = entry.call
+            failure = "" if call is None else call.failure
+            names = () if call is None or failure else tuple(x.name for x in call.kernels)
+            own = (entry.op, entry.where, len(entry.nodes), names, failure or entry.reason)
+            found.append(Decision(*own))
+        return found
 
     @property
     def lines(self) -> tuple[str, ...]:
