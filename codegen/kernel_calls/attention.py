@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msc.codegen.kernel_calls.call import Launches, Plan, dense, name_of
+from msc.codegen.kernel_calls.call import Launches, Plan, dense, one_dtype
 from msc.codegen.kernels import attention_backward as backward_kernels
 from msc.codegen.kernels import attention_forward as forward_kernels
 from msc.codegen.kernels.attention import Attention, operands
@@ -113,11 +113,9 @@ def _attention(
         )
     if v.shape[3] != d:
         raise PlanError(f"attention: the heads of v have {v.shape[3]} elements, those of q {d}")
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise PlanError("attention: kernels take q, k and v of one dtype")
     if not q.numel():
         raise PlanError("attention: there are no queries")
-    dtype = name_of(q.dtype)
+    dtype = one_dtype("attention", q, k, v)
     if not target.interpreted and dtype == "float32":
         raise PlanError("attention: in float32, without tensor cores, kernels spill on a device")
     if not target.interpreted and d > WIDEST:
