@@ -22,7 +22,7 @@ from torch.nn import functional
 from benchmarks.gpu_cases import TINY, Case, Make, Sizes
 from benchmarks.gpu_references import attention_float64, linear_float64, sdpa, window_mask
 from msc.codegen.kernels import attention_backward, attention_forward, gather_gemm, gemm
-from msc.codegen.kernels.attention import Attention
+from msc.codegen.kernels.attention import Attention, operands
 from msc.codegen.kernels.description import SM_80, SM_90, Kernel, Target, Tiles
 from msc.codegen.kernels.epilogue import Epilogue
 from msc.codegen.kernels.gather_gemm import GatherGemm
@@ -134,19 +134,18 @@ def attention_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iter
     batch, length, heads, size = shapes_of(sizes).attention
     target = target_of(make)
     scale = 1 / math.sqrt(size)
-    tiles = attention_tiles(target, grouped=False)
-    if make.device == "cpu":
-        tiles = AttentionTiles(*[Tiles(16, 16, 0)] * 4)
     shape = (batch, length, heads, size)
     q, k, v, gy = (make.normal(*shape, dtype=dtype) for _ in range(4))
     for window in (0, max(2, length // 8)):
         own = Attention(batch, length, heads, heads, size, "bfloat16", target, scale, window=window)
+        small = AttentionTiles(*[Tiles(16, 16, 0)] * 4)
+        tiles = small if make.device == "cpu" else attention_tiles(own)
         out, dq, dk, dv = (torch.empty_like(q) for _ in range(4))
         lse, delta = (q.new_empty(shape[:3], dtype=torch.float32) for _ in range(2))
         tensors = {"q": q, "k": k, "v": v, "gy": gy, "out": out, "dq": dq, "dk": dk, "dv": dv}
         values: dict[str, Any] = {**tensors, "lse": lse, "delta": delta}
         forward_run, *backward_runs = (
-            launcher(kernel, _seen(kernel, values))
+            launcher(kernel, operands(kernel, values))
             for kernel in (
                 attention_forward.emit(own, tiles.forward),
                 attention_backward.emit_delta(own, tiles.delta),
@@ -184,16 +183,6 @@ def attention_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iter
             "TFLOP/s",
             dtype,
         )
-
-
-def _seen(kernel: Kernel, values: Values) -> dict[str, Any]:
-    """What the kernel takes of these values, tensors of heads as descriptors see them."""
-    return {
-        argument.name: values[argument.name].flatten(0, 1).flatten(1)
-        if argument.kind == "descriptor"
-        else values[argument.name]
-        for argument in kernel.arguments
-    }
 
 
 def _attention_part(part: slice, *given: Any) -> list[Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor
 import msc
 from benchmarks.gpu_cases import Case, Make, Sizes
 from benchmarks.models import GPTConfig, GPTWithLoss
+from msc.cost import Cluster
 from msc.program import Program
 from msc.trainer import Trainer
 
@@ -27,7 +28,7 @@ ONE_BILLION = GPTConfig(layers=20, hidden=2048, heads=16, sequence=2048, vocabul
 BATCH = 4
 SMALL = GPTConfig(layers=4, hidden=64, heads=4, sequence=32, vocabulary=96)
 SMALL_MESH = "pp=2,dp=2,tp=2"
-PEAK = 989.4e12  # dense bf16 FLOP/s of an H100 or H200 SXM (NVIDIA data sheet)
+PEAK = Cluster.load("h100").peak(torch.bfloat16)  # an H200 has the same
 
 
 def program_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
@@ -97,7 +98,8 @@ def _note(program: Program, step: Callable[[], Any], device: str) -> str:
     if device == "cuda":
         busy, span = _busy_seconds(step)
         mfu = program.report.model_flops / span / PEAK
-        found.append(f"MFU {mfu:.1%} of 989 TFLOP/s; idle between kernels {1 - busy / span:.1%}")
+        found.append(f"MFU {mfu:.1%} of {PEAK / 1e12:.0f} TFLOP/s")
+        found.append(f"idle between kernels {1 - busy / span:.1%}")
     return "; ".join(found)
 
 

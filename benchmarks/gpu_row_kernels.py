@@ -20,13 +20,13 @@ from benchmarks.gpu_references import (
     nll_float64,
     nll_grad_float64,
 )
-from msc.codegen.kernels import cross_entropy, dropout, linear_cross_entropy, norm, optimizer
+from msc.codegen.kernel_calls.optimizer import adam
+from msc.codegen.kernels import cross_entropy, dropout, linear_cross_entropy, norm
 from msc.codegen.kernels.cross_entropy import CrossEntropy
-from msc.codegen.kernels.description import Target, ceil_div
+from msc.codegen.kernels.description import Target
 from msc.codegen.kernels.dropout import Dropout
 from msc.codegen.kernels.linear_cross_entropy import LinearCrossEntropy
 from msc.codegen.kernels.norm import Norm
-from msc.codegen.kernels.optimizer import PIECE, Moments
 from msc.ir.ops.random import flat_indices
 
 OPS = torch.ops.msc
@@ -149,42 +149,24 @@ def optimizer_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iter
     if dtype != torch.bfloat16:
         return
     size = sizes.parameters // 8
-    lists = {
-        name: [make.normal(size, dtype=own) for _ in range(8)]
-        for name, own in (
-            ("parameters", dtype),
-            ("gradients", dtype),
-            ("firsts", torch.float32),
-            ("seconds", torch.float32),
-        )
-    }
-    for second in lists["seconds"]:
+    lists = [
+        [make.normal(size, dtype=own) for _ in range(8)]
+        for own in (dtype, dtype, torch.float32, torch.float32)
+    ]
+    parameters, gradients, *states = lists
+    for second in states[1]:
         second.abs_()
-    tables = {
-        name: torch.tensor([x.data_ptr() for x in own], device=make.device)
-        for name, own in lists.items()
-    }
-    each = ceil_div(size, PIECE)
-    betas = (0.9, 0.999)
-    moments = Moments(8, 8 * each, "bfloat16", "bfloat16", target_of(make), betas, 1e-8, 0.1)
-    corrections = [1 / (1 - beta**3) for beta in betas]
-    given = {
-        "lengths": torch.full((8,), size, device=make.device),
-        "tensors": torch.arange(8, device=make.device).repeat_interleave(each).int(),
-        "starts": torch.arange(each, device=make.device).mul(PIECE).repeat(8),
-        "scalars": torch.tensor([1e-3, *corrections, 1.0, 0.0], device=make.device),
-    }
-    before = [lists[name][0].double() for name in lists]
-    run = launcher(optimizer.emit_adam(moments), tables | given)
+    before = [tensors[0].double() for tensors in lists]
+    operands = (parameters, gradients, states, torch.tensor(3), 1e-3, (0.9, 0.999), 1e-8, 0.1, True)
+    ((kernel, values),), _ = adam(target_of(make), *operands).run(*operands)
+    run = launcher(kernel, values)
 
     def step() -> list[Tensor]:
         run()  # in place: only the first of the steps is compared
-        return [lists["parameters"][0].clone(), lists["firsts"][0].clone()]
+        # the kernel has addresses alone: `lists` keeps all of the tensors
+        return [lists[0][0].clone(), lists[2][0].clone()]
 
-    moved = sum(float(x.nbytes) for own in lists.values() for x in own)
-    moved += sum(
-        float(x.nbytes) for name in ("parameters", "firsts", "seconds") for x in lists[name]
-    )
+    moved = float(sum(x.nbytes for tensors in (*lists, parameters, *states) for x in tensors))
     yield Case(
         "kernel adamw", step, functools.partial(adamw_float64, *before), None, moved, "GB/s", dtype
     )

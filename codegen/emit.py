@@ -33,7 +33,7 @@ from typing import Any, Literal
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from msc.codegen.fast_calls import FAST_CALLS
+from msc.codegen.fast_calls import function_of
 from msc.codegen.in_place import in_place_calls
 from msc.codegen.kernel_calls.call import KernelCall
 from msc.codegen.kernel_calls.choice import KernelChoice
@@ -51,7 +51,6 @@ from msc.ir.communication import (
     subgraph,
 )
 from msc.ir.errors import VerifyError
-from msc.ir.ops.library import KERNELS
 from msc.ir.values import describe
 
 Dialect = Literal["process", "virtual"]
@@ -276,8 +275,7 @@ class _Function:
             return self._overwriting(node)
         target: Any = node.target
         call = self._emitter.chosen(node)
-        fast = call or KERNELS.get(target) or FAST_CALLS.get(target, target)
-        function = self._namespace.bind(op_name(call or target), fast)
+        function = self._namespace.bind(op_name(call or target), call or function_of(target))
         return f"{function}({self._arguments(node)})"
 
     def _overwriting(self, node: fx.Node) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from msc.ir.ops.library import KERNELS
+
 _aten = torch.ops.aten
 
 FAST_CALLS: dict[Any, Callable[..., Any]] = {
@@ -46,3 +48,9 @@ FAST_CALLS: dict[Any, Callable[..., Any]] = {
     _aten.where.self: torch.where,
     _aten.native_layer_norm.default: torch.native_layer_norm,
 }
+
+
+def function_of(op: Any) -> Callable[..., Any]:
+    """What generated code calls for an op: the plain function of one of MSC's, or the fast one."""
+    function: Callable[..., Any] = KERNELS.get(op) or FAST_CALLS.get(op, op)
+    return function

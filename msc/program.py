@@ -150,7 +150,7 @@ class Program:
         return self._kernels_on("cuda" if torch.cuda.is_available() else "cpu")
 
     def _kernels_on(self, device: str) -> KernelChoice:
-        """The choice for a device, which executors and explanations share: it knows failures."""
+        """The choice for a device, that of explanations and of virtual ranks: it knows failures."""
         key = (device, TRITON.text)
         if key not in self._choices:
             self._choices[key] = choose(torch.device(device), self.rank_graphs)

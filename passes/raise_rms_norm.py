@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 import msc.ir.ops  # noqa: F401  (registers torch.ops.msc)
-from msc.ir.ops.library import HALF_DTYPES
+from msc.ir.ops.library import compute_dtype
 from msc.ir.passes import GraphPass
 from msc.passes.normalize.dead_code import remove_dead_code
 from msc.passes.normalize.rewrite import Emitter, replace
@@ -62,9 +62,8 @@ def _fits(norm: Norm, dtype: torch.dtype) -> bool:
     if norm.form[0] != "rms_norm" or scale is None or shift is not None:
         return False
     dtypes = {dtype, norm.output.meta["val"].dtype, scale.meta["val"].dtype}
-    wide = torch.float32 if dtype in HALF_DTYPES else dtype
     inside = {node.meta["val"].dtype for node in norm.nodes}
-    return dtypes == {dtype} and inside <= {dtype, wide}
+    return dtypes == {dtype} and inside <= {dtype, compute_dtype(dtype)}
 
 
 def _raise(gm: fx.GraphModule, norm: Norm) -> None:

@@ -23,7 +23,7 @@ def adam(
     decoupled: bool,
     scale: Tensor | None = None,
     skip: Tensor | None = None,
-    kernel: Taken | None = None,
+    kernel: Taken[Stepped] | None = None,
 ) -> Stepped:
     """One step in place; `states` are the first and the second moments.
 
@@ -34,7 +34,7 @@ def adam(
     """
     operands = (parameters, gradients, states, step, lr, betas, eps, weight_decay, decoupled)
     if kernel is not None and (taken := kernel(*operands, scale, skip)) is not None:
-        return taken  # type: ignore[no-any-return]
+        return taken
     first, second = states
 
     def torch_kernel(indices: list[int], values: list[Tensor], moved: list[Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 Stepped = tuple[tuple[Tensor, ...], tuple[tuple[Tensor, ...], ...]]
 """Parameters and states after a step."""
 
-Taken = Callable[..., Any]
+Result = TypeVar("Result")
+Taken = Callable[..., Result | None]
 """Kernels that a whole action may take (`msc.codegen.kernel_calls`), on its operands.
 
 They return what the action does, or None where they do not run on this device.

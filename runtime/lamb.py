@@ -9,6 +9,9 @@ from torch import Tensor
 
 from msc.runtime.gradients import Stepped, Taken, ready, unless
 
+Summed = tuple[Tensor, tuple[tuple[Tensor, ...], ...]]
+"""Squared norms and states after the moments moved."""
+
 
 def lamb_sums(
     parameters: Sequence[Tensor],
@@ -21,15 +24,15 @@ def lamb_sums(
     copies: Sequence[int],
     scale: Tensor | None = None,
     skip: Tensor | None = None,
-    kernel: Taken | None = None,
-) -> tuple[Tensor, tuple[tuple[Tensor, ...], ...]]:
+    kernel: Taken[Summed] | None = None,
+) -> Summed:
     """Moves the moments in place; squared norms of parameters and updates, each over its copies.
 
     kernel: does so in place of torch's ops.
     """
     operands = (parameters, gradients, states, step, betas, eps, weight_decay, copies)
     if kernel is not None and (taken := kernel(*operands, scale, skip)) is not None:
-        return taken  # type: ignore[no-any-return]
+        return taken
     first, second = states
     squares: list[Tensor] = []
     updates: list[Tensor] = []
@@ -56,7 +59,7 @@ def lamb(
     eps: float,
     weight_decay: float,
     skip: Tensor | None = None,
-    kernel: Taken | None = None,
+    kernel: Taken[Stepped] | None = None,
 ) -> Stepped:
     """The step itself, in place, in the dtype of the moments.
 
@@ -65,7 +68,7 @@ def lamb(
     """
     operands = (parameters, sums, states, step, lr, betas, eps, weight_decay)
     if kernel is not None and (taken := kernel(*operands, skip)) is not None:
-        return taken  # type: ignore[no-any-return]
+        return taken
     first, second = states
     of_parameters, of_updates = sums.sqrt().chunk(2)
     exist = (of_parameters > 0) & (of_updates > 0)

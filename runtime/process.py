@@ -61,9 +61,9 @@ class ProcessExecutor:
         self.join()
         if self.groups.device.type != "cpu":
             rank_graph = on_device(rank_graph, self.groups.device)
-        self.choice = choose(self.groups.device, [rank_graph])
+        choice = choose(self.groups.device, [rank_graph])
         compiler = compile_graph if backend == "inductor" else None
-        self.emitted = emit(rank_graph, "process", compiler, self.choice)
+        self.emitted = emit(rank_graph, "process", compiler, choice)
         self._program = self.emitted.program
         self._names = [node.name for node in rank_graph.graph.find_nodes(op="placeholder")]
 

@@ -54,7 +54,6 @@ class VirtualExecutor:
         self.mesh = mesh
         self._rendezvous = rendezvous
         self._pick = pick
-        self._choice = choice
         emitter = Emitter("virtual", choice=choice)
         emitted: dict[int, Callable[..., Any]] = {}
         self._programs: list[tuple[fx.GraphModule, Callable[..., Any], bool]] = []

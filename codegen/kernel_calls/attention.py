@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msc.codegen.kernel_calls.call import Launches, Plan, dense, name_of
+from msc.codegen.kernel_calls.call import Launches, Plan, dense, one_dtype
 from msc.codegen.kernels import attention_backward as backward_kernels
 from msc.codegen.kernels import attention_forward as forward_kernels
-from msc.codegen.kernels.attention import Attention
+from msc.codegen.kernels.attention import Attention, operands
 from msc.codegen.kernels.description import Target
-from msc.codegen.kernels.tiles import attention_tiles_for
+from msc.codegen.kernels.tiles import attention_tiles
 from msc.ir.errors import PlanError
 
 WIDEST = 128
@@ -37,16 +37,15 @@ def attention(
 ) -> Plan:
     """out and lse."""
     own = _attention(target, q, k, v, mask, scale, causal, window, soft_cap)
-    kernel = forward_kernels.emit(own, attention_tiles_for(own).forward)
+    kernel = forward_kernels.emit(own, attention_tiles(own).forward)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any
     ) -> tuple[Launches, tuple[Tensor, Tensor]]:
         out, lse = _rows_like(q), _numbers(q)
         values = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "out": out, "lse": lse}
-        return [(kernel, _flat(values, kernel_names))], (out.transpose(1, 2), lse.transpose(1, 2))
+        return [(kernel, operands(kernel, values))], (out.transpose(1, 2), lse.transpose(1, 2))
 
-    kernel_names = _described(kernel.arguments)
     return Plan((kernel,), run)
 
 
@@ -66,10 +65,12 @@ def attention_backward(
 ) -> Plan:
     """dq, dk and dv."""
     own = _attention(target, q, k, v, mask, scale, causal, window, soft_cap)
-    tiles = attention_tiles_for(own)
-    delta_kernel = backward_kernels.emit_delta(own, tiles.delta)
-    keys_kernel = backward_kernels.emit_keys(own, tiles.keys)
-    queries_kernel = backward_kernels.emit_queries(own, tiles.queries)
+    tiles = attention_tiles(own)
+    kernels = (
+        backward_kernels.emit_delta(own, tiles.delta),
+        backward_kernels.emit_keys(own, tiles.keys),
+        backward_kernels.emit_queries(own, tiles.queries),
+    )
 
     def run(
         gy: Tensor,
@@ -81,19 +82,13 @@ def attention_backward(
         *rest: Any,
         **named: Any,
     ) -> tuple[Launches, tuple[Tensor, Tensor, Tensor]]:
-        delta = _numbers(q)
-        known = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "gy": _rows(gy)}
-        known |= {"lse": _rows(lse), "delta": delta}
         dq, dk, dv = _rows_like(q), _rows_like(k), _rows_like(v)
-        sums = {"gy": known["gy"], "out": _rows(out), "delta": delta}
-        launches = [
-            (delta_kernel, sums),
-            (keys_kernel, _flat(known | {"dk": dk, "dv": dv}, _described(keys_kernel.arguments))),
-            (queries_kernel, _flat(known | {"dq": dq}, _described(queries_kernel.arguments))),
-        ]
+        values = {"q": _rows(q), "k": _rows(k), "v": _rows(v), "gy": _rows(gy), "out": _rows(out)}
+        values |= {"lse": _rows(lse), "delta": _numbers(q), "dq": dq, "dk": dk, "dv": dv}
+        launches = [(kernel, operands(kernel, values)) for kernel in kernels]
         return launches, (dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
 
-    return Plan((delta_kernel, keys_kernel, queries_kernel), run)
+    return Plan(kernels, run)
 
 
 def _attention(
@@ -118,11 +113,9 @@ def _attention(
         )
     if v.shape[3] != d:
         raise PlanError(f"attention: the heads of v have {v.shape[3]} elements, those of q {d}")
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise PlanError("attention: kernels take q, k and v of one dtype")
     if not q.numel():
         raise PlanError("attention: there are no queries")
-    dtype = name_of(q.dtype)
+    dtype = one_dtype("attention", q, k, v)
     if not target.interpreted and dtype == "float32":
         raise PlanError("attention: in float32, without tensor cores, kernels spill on a device")
     if not target.interpreted and d > WIDEST:
@@ -147,15 +140,3 @@ def _rows_like(x: Tensor) -> Tensor:
 def _numbers(x: Tensor) -> Tensor:
     b, h, s, _ = x.shape
     return x.new_empty((b, s, h), dtype=torch.float32)
-
-
-def _described(arguments: Any) -> frozenset[str]:
-    return frozenset(argument.name for argument in arguments if argument.kind == "descriptor")
-
-
-def _flat(values: dict[str, Tensor], described: frozenset[str]) -> dict[str, Tensor]:
-    """Descriptors see tensors of heads as [b s, h d]."""
-    return {
-        name: value.view(-1, value.shape[2] * value.shape[3]) if name in described else value
-        for name, value in values.items()
-    }

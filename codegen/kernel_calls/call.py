@@ -14,6 +14,7 @@ from torch import Tensor
 from msc.codegen.kernels.description import Kernel
 from msc.codegen.kernels.launch import KernelError, interpreting, launch, prepare
 from msc.codegen.kernels.numerics import exact_bfloat16
+from msc.ir.errors import PlanError
 from msc.ir.torch_private import FakeTensor
 
 Launches = Sequence[tuple[Kernel, dict[str, Any]]]
@@ -142,3 +143,11 @@ def rows(value: Tensor) -> Tensor:
 def name_of(dtype: torch.dtype) -> str:
     """`float32` of `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def one_dtype(op: str, *operands: Tensor | None) -> str:
+    """The name of the dtype of all operands that there are; `PlanError` where they have several."""
+    found = sorted({name_of(value.dtype) for value in operands if value is not None})
+    if len(found) > 1:
+        raise PlanError(f"{op}: kernels take operands of one dtype, not {' and '.join(found)}")
+    return found[0]

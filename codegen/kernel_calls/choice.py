@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from msc.codegen.fast_calls import FAST_CALLS
+from msc.codegen.fast_calls import function_of
 from msc.codegen.kernel_calls.attention import attention, attention_backward
 from msc.codegen.kernel_calls.call import KernelCall, Plan
 from msc.codegen.kernel_calls.cross_entropy import nll_terms, nll_terms_backward
@@ -35,7 +35,6 @@ from msc.ir.communication import graphs_below
 from msc.ir.errors import PlanError
 from msc.ir.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
-from msc.ir.ops.library import KERNELS
 from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from msc.ir.ops.loss import NLL_TERMS, NLL_TERMS_BACKWARD
 from msc.ir.ops.norm import RMS_NORM, RMS_NORM_BACKWARD
@@ -147,17 +146,14 @@ class KernelChoice:
     @property
     def decisions(self) -> list[Decision]:
         """All of them, in the order in which they were made."""
-        return [
-            Decision(
-                entry.op,
-                entry.where,
-                len(entry.nodes),
-                () if used is None else tuple(kernel.name for kernel in used.kernels),
-                entry.reason if entry.call is None else entry.call.failure or entry.reason,
-            )
-            for entry in self._entries.values()
-            for used in [None if entry.call is None or entry.call.failure else entry.call]
-        ]
+        found: list[Decision] = []
+        for entry in self._entries.values():
+            call = entry.call
+            failure = "" if call is None else call.failure
+            names = () if call is None or failure else tuple(x.name for x in call.kernels)
+            own = (entry.op, entry.where, len(entry.nodes), names, failure or entry.reason)
+            found.append(Decision(*own))
+        return found
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -200,8 +196,7 @@ class KernelChoice:
             plan = op.maker(self.kernels.target, *args, **kwargs)
         except PlanError as error:
             return _Entry(name, where, None, str(error))
-        known: Any = KERNELS.get(target) or FAST_CALLS.get(target, target)
-        call = KernelCall(name, where, plan, _not_taken if acts else known)
+        call = KernelCall(name, where, plan, _not_taken if acts else function_of(target))
         return _Entry(name, where, call, op.why)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from msc.codegen.kernel_calls.call import Launches, Plan, dense, is_dense, name_of, rows
+from msc.codegen.kernel_calls.call import Launches, Plan, dense, is_dense, one_dtype, rows
 from msc.codegen.kernels import gemm
 from msc.codegen.kernels.description import Kernel, Target
 from msc.codegen.kernels.epilogue import Epilogue
@@ -19,11 +19,12 @@ def linear(
     target: Target, x: Tensor, w: Tensor, b: Tensor | None = None, transposed: bool = False
 ) -> Plan:
     """`x @ w.T + b`, the bias in the epilogue."""
-    _one_dtype("linear", x, w, b)
+    dtype = one_dtype("linear", x, w, b)
     k = x.shape[-1]
     n = w.numel() // max(1, k)
     layout = "kn" if transposed else "nk"
-    kernel = _product(target, x, (x.numel() // max(1, k), n, k), "mk", layout, bias=b is not None)
+    size = (x.numel() // max(1, k), n, k)
+    kernel = _product(target, dtype, size, "mk", layout, bias=b is not None)
 
     def run(
         x: Tensor, w: Tensor, b: Tensor | None = None, transposed: bool = False
@@ -45,12 +46,12 @@ def linear_dgrad(
     sum_with: Tensor | None = None,
 ) -> Plan:
     """`gy @ w`, plus what it is summed with in the epilogue, which the result may overwrite."""
-    _one_dtype("linear_dgrad", gy, w, sum_with)
+    dtype = one_dtype("linear_dgrad", gy, w, sum_with)
     n = gy.shape[-1]
     k = w.numel() // max(1, n)
     layout = "nk" if transposed else "kn"
     size = (gy.numel() // max(1, n), k, n)
-    kernel = _product(target, gy, size, "mk", layout, residual=sum_with is not None)
+    kernel = _product(target, dtype, size, "mk", layout, residual=sum_with is not None)
 
     def run(
         gy: Tensor, w: Tensor, transposed: bool = False, sum_with: Tensor | None = None
@@ -75,10 +76,10 @@ def linear_dgrad(
 
 def linear_wgrad(target: Target, gy: Tensor, x: Tensor, transposed: bool = False) -> Plan:
     """`gy.T @ x`, or transposed `x.T @ gy`, over all rows."""
-    _one_dtype("linear_wgrad", gy, x)
+    dtype = one_dtype("linear_wgrad", gy, x)
     n, k = gy.shape[-1], x.shape[-1]
     m, other = (k, n) if transposed else (n, k)
-    kernel = _product(target, gy, (m, other, gy.numel() // max(1, n)), "km", "kn")
+    kernel = _product(target, dtype, (m, other, gy.numel() // max(1, n)), "km", "kn")
 
     def run(gy: Tensor, x: Tensor, transposed: bool = False) -> tuple[Launches, Tensor]:
         gw = gy.new_empty((m, other))
@@ -90,7 +91,7 @@ def linear_wgrad(target: Target, gy: Tensor, x: Tensor, transposed: bool = False
 
 def _product(
     target: Target,
-    like: Tensor,
+    dtype: str,
     size: tuple[int, int, int],
     a_layout: str,
     b_layout: str,
@@ -99,15 +100,6 @@ def _product(
     m, n, k = size
     if not m * n * k:
         raise PlanError(f"linear: a product of {m} by {n} over {k} is empty")
-    dtype = name_of(like.dtype)
     own = Epilogue(**epilogue)
     tiles = product_tiles(target, size, dtype, own)
     return gemm.emit(Gemm(m, n, k, dtype, target, tiles, a_layout, b_layout, own))
-
-
-def _one_dtype(op: str, *operands: Tensor | None) -> None:
-    found = {name_of(value.dtype) for value in operands if value is not None}
-    if len(found) > 1:
-        raise PlanError(
-            f"{op}: kernels take operands of one dtype, not {' and '.join(sorted(found))}"
-        )

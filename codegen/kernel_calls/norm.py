@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msc.codegen.kernel_calls.call import Launches, Plan, dense, name_of
+from msc.codegen.kernel_calls.call import Launches, Plan, dense, one_dtype
 from msc.codegen.kernels import column_sums, norm
 from msc.codegen.kernels.description import Kernel, Target
 from msc.codegen.kernels.norm import Norm
@@ -61,8 +61,7 @@ def layer_norm_backward(
 ) -> Plan:
     """`native_layer_norm_backward`: the gradients of x, weight and bias that are asked for."""
     own = _norm(target, x, normalized_shape, weight, bias, 0.0)
-    if gy.dtype != x.dtype:
-        raise PlanError(f"norm: kernels take one dtype, not {name_of(gy.dtype)} for its gradient")
+    one_dtype("norm", x, gy)
     kernels = _Backward(own)
     kept = getattr(torch, own.statistics)
 
@@ -105,6 +104,7 @@ def rms_norm(target: Target, x: Tensor, weight: Tensor, eps: float) -> Plan:
 
 def rms_norm_backward(target: Target, gy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Plan:
     """`msc.rms_norm_backward`: the gradients of x and weight."""
+    one_dtype("norm", x, gy)
     own = _rms(target, x, weight, 0.0)
     kernels = _Backward(own)
 
@@ -147,7 +147,8 @@ def _rms(target: Target, x: Tensor, weight: Tensor, eps: float) -> Norm:
     if not x.numel():
         raise PlanError("norm: there are no rows")
     width = x.shape[-1]
-    return Norm("rms", x.numel() // width, width, name_of(x.dtype), target, eps)
+    dtype = one_dtype("norm", x, weight)
+    return Norm("rms", x.numel() // width, width, dtype, target, eps)
 
 
 def _norm(
@@ -160,14 +161,10 @@ def _norm(
 ) -> Norm:
     if weight is None:
         raise PlanError("norm: the kernel scales by a weight, and this LayerNorm has none")
-    operands = (x, weight) if bias is None else (x, weight, bias)
-    found = {name_of(value.dtype) for value in operands}
-    if len(found) > 1:
-        raise PlanError(f"norm: kernels take one dtype, not {' and '.join(sorted(found))}")
+    dtype = one_dtype("norm", x, weight, bias)
     width = math.prod(normalized_shape)
     if not x.numel():
         raise PlanError("norm: there are no rows")
-    dtype = name_of(x.dtype)
     statistics = dtype if target.interpreted else "float32"
     shift = bias is not None
     rows = x.numel() // width

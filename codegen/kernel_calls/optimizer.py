@@ -6,7 +6,7 @@ as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,14 @@ def adam(
     skip: Tensor | None = None,
 ) -> Plan:
     """A step in place; what has no gradient stays."""
-    moving = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    moving = _existing(gradients)
     if not moving:
         raise PlanError("adam: no parameter has a gradient")
-    table = _Table([parameters[index].numel() for index in moving])
+    moved = [parameters[index] for index in moving]
+    table = _Table([parameter.numel() for parameter in moved])
     moments = _moments(
-        target, table, [parameters[i] for i in moving], [gradients[i] for i in moving],
-        states, (betas[0], betas[1]), eps, weight_decay, decoupled,
+        target, table, moved, list(moving.values()), states, (betas[0], betas[1]), eps,
+        weight_decay, decoupled,
     )  # fmt: skip
     kernel = kernels.emit_adam(moments)
 
@@ -56,18 +57,22 @@ def adam(
         states: States,
         step: Tensor,
         lr: float | Tensor,
-        *_: Any,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
         scale: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> tuple[Launches, Any]:
+        moving = _existing(gradients)
         first, second = ([state[index] for index in moving] for state in states)
         moved = [parameters[index] for index in moving]
-        given = [dense(gradients[index]) for index in moving]  # type: ignore[arg-type]
+        given = [dense(gradient) for gradient in moving.values()]
         values = table.of(parameters=moved, gradients=given, firsts=first, seconds=second)
         values["scalars"] = _scalars(moved[0].device, step, lr, moments.betas, scale, skip)
         return [(kernel, values)], _stepped(parameters, states)
 
-    return Plan((kernel,), _with_options(run, 9))
+    return Plan((kernel,), run)
 
 
 def lamb_sums(
@@ -97,7 +102,10 @@ def lamb_sums(
         gradients: Tensors,
         states: States,
         step: Tensor,
-        *_: Any,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        copies: Sequence[int],
         scale: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> tuple[Launches, Any]:
@@ -116,7 +124,7 @@ def lamb_sums(
         over = torch.tensor(copies, dtype=torch.float64, device=norms.device)
         return (norms / over).view(-1), tuple(map(tuple, states))
 
-    return Plan((moving, norming), _with_options(run, 8), finish=finish)
+    return Plan((moving, norming), run, finish=finish)
 
 
 def lamb(
@@ -146,7 +154,9 @@ def lamb(
         states: States,
         step: Tensor,
         lr: float | Tensor,
-        *_: Any,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
         skip: Tensor | None = None,
     ) -> tuple[Launches, Any]:
         first, second = states
@@ -155,7 +165,12 @@ def lamb(
         values |= {"norms": dense(sums), "count": len(parameters)}
         return [(kernel, values)], _stepped(parameters, states)
 
-    return Plan((kernel,), _with_options(run, 8, ("skip",)))
+    return Plan((kernel,), run)
+
+
+def _existing(gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """The gradients that there are, by the index of their parameter."""
+    return {index: each for index, each in enumerate(gradients) if each is not None}
 
 
 @dataclass(frozen=True)
@@ -216,7 +231,7 @@ def _moments(
     target: Target,
     table: _Table,
     parameters: Tensors,
-    gradients: Sequence[Any],
+    gradients: Tensors,
     states: States,
     betas: tuple[float, float],
     eps: float,
@@ -260,14 +275,3 @@ def _scalars(
 
 def _stepped(parameters: Tensors, states: States) -> Any:
     return tuple(parameters), tuple(map(tuple, states))
-
-
-def _with_options(
-    run: Callable[..., Any], count: int, names: tuple[str, ...] = ("scale", "skip")
-) -> Callable[..., Any]:
-    """`run` with its last operands by name, which a graph may give by position."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return run(*args[:count], **dict(zip(names, args[count:], strict=False)), **kwargs)
-
-    return call

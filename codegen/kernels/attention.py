@@ -11,8 +11,9 @@ Tensors are [b, s, h, d] in memory, as `msc.attention` has them, and descriptors
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from msc.codegen.kernels.description import Argument, Kernel, Target, Tiles, power_of_two
 from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
@@ -167,6 +168,19 @@ def blocks(attention: Attention, described: bool, exact: bool) -> dict[str, Bloc
     of_queries, of_keys = ("q", "out", "gy", "dq"), ("k", "v", "dk", "dv")
     found = {x: Block(attention, x, "HEADS", "head", described, exact) for x in of_queries}
     return found | {x: Block(attention, x, "GROUPS", "group", described, exact) for x in of_keys}
+
+
+def operands(kernel: Kernel, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a kernel takes of `values`: where it wants a descriptor, tensors of heads as [b s, h d].
+
+    Raises KeyError for an argument that has no value.
+    """
+    given = {argument.name: values[argument.name] for argument in kernel.arguments}
+    for argument in kernel.arguments:
+        if argument.kind == "descriptor":
+            b, length, heads, d = given[argument.name].shape
+            given[argument.name] = given[argument.name].view(b * length, heads * d)
+    return given
 
 
 def lanes(described: bool) -> str:

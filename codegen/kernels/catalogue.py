@@ -168,8 +168,8 @@ def attentions(model: Model, target: Target) -> Iterator[Kernel]:
             Attention(*size, soft_cap=50.0),
             Attention(*size, documents=True),
         ]
-    tiles = attention_tiles(target, model.heads > model.groups)
     for attention in variants:
+        tiles = attention_tiles(attention)
         yield attention_forward.emit(attention, tiles.forward)
         yield attention_backward.emit_delta(attention, tiles.delta)
         yield attention_backward.emit_keys(attention, tiles.keys)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import linecache
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
 
-from msc.codegen.kernels.description import Kernel
+from msc.codegen.kernels.description import Argument, Kernel
 
 _SEEN: dict[str, Any] = {}
 
@@ -63,9 +62,7 @@ def bind(kernel: Kernel, values: Mapping[str, Any]) -> tuple[Any, ...]:
     wanted = {argument.name for argument in kernel.arguments}
     if wanted != set(values):
         raise ValueError(f"{kernel.name} takes {sorted(wanted)}, and was given {sorted(values)}")
-    return tuple(
-        _bound(kernel, argument.name, values[argument.name]) for argument in kernel.arguments
-    )
+    return tuple(_bound(kernel, argument, values[argument.name]) for argument in kernel.arguments)
 
 
 def prepare(kernel: Kernel, values: Mapping[str, Any]) -> None:
@@ -89,19 +86,13 @@ def launch(kernel: Kernel, values: Mapping[str, Any]) -> None:
     function(kernel)[kernel.grid](*bind(kernel, values), **kernel.options)
 
 
-@cache
-def _by_name(kernel: Kernel) -> dict[str, Any]:
-    return {argument.name: argument for argument in kernel.arguments}
-
-
-def _bound(kernel: Kernel, name: str, value: Any) -> Any:
-    argument = _by_name(kernel)[name]
+def _bound(kernel: Kernel, argument: Argument, value: Any) -> Any:
     if argument.kind in ("int32", "int64"):
         return int(value)
     dtype = torch.int64 if argument.kind == "table" else getattr(torch, argument.dtype)
     if value.dtype != dtype or not value.is_contiguous():
         raise ValueError(
-            f"{kernel.name}: {name} must be a contiguous tensor of {dtype}, "
+            f"{kernel.name}: {argument.name} must be a contiguous tensor of {dtype}, "
             f"not {value.dtype} with strides {tuple(value.stride())}"
         )
     if argument.kind != "descriptor":

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msc.codegen.kernels.description import Argument, Kernel, Target, ceil_div, power_of_two
+from msc.codegen.kernels.description import (
+    Argument,
+    Kernel,
+    Target,
+    ceil_div,
+    power_of_two,
+    signature,
+)
 from msc.codegen.kernels.dtypes import check_dtype, short
 from msc.codegen.kernels.source import fill, module, wide_index
 from msc.ir.errors import PlanError
@@ -90,7 +97,6 @@ def norm_weight_gradient($arguments):
     <<store>>
 """
 
-_STATISTICS = ("mean", "rstd")
 _CENTER_AGAIN = "value = tl.where(inside, value - tl.load(mean + row), 0.0)"
 
 
@@ -162,10 +168,10 @@ def emit_forward(norm: Norm) -> Kernel:
     """x [, residual], weight [, bias] -> y [, summed] [, mean], rstd."""
     names = ["x", *["residual"] * norm.residual, "weight", *["bias"] * norm.shifted, "y"]
     names += ["summed"] * norm.residual
-    statistics = [*["mean"] * norm.layer, "rstd"]
+    arguments = _arguments(norm, names, [])
     text = fill(
         FORWARD,
-        arguments=", ".join([*names, *statistics]),
+        arguments=signature(arguments),
         row=_row(norm),
         dtype=norm.dtype,
         residual=fill(RESIDUAL, dtype=norm.dtype) if norm.residual else "",
@@ -174,17 +180,17 @@ def emit_forward(norm: Norm) -> Kernel:
         if norm.shifted
         else "",
     )
-    return _kernel(norm, "norm_forward", text, _arguments(norm, names, statistics))
+    return _kernel(norm, "norm_forward", text, arguments)
 
 
 def emit_backward(norm: Norm) -> Kernel:
     """gy, x (or summed), weight, statistics [, gradient of summed] -> dx [, partial sums]."""
     sums = _sums(norm) if norm.sums_in_backward else []
     names = ["gy", "x", "weight", *["g_summed"] * norm.residual, "dx"]
-    numbers = [*["mean"] * norm.layer, "rstd", *sums]
+    arguments = _arguments(norm, names, sums)
     text = fill(
         BACKWARD,
-        arguments=", ".join([*names, *numbers]),
+        arguments=signature(arguments),
         row=_row(norm),
         wide=_wide(norm),
         dtype=norm.dtype,
@@ -197,17 +203,17 @@ def emit_backward(norm: Norm) -> Kernel:
         else "",
         store=_stores(sums, "tl.program_id(0)"),
     )
-    return _kernel(norm, "norm_backward", text, _arguments(norm, names, numbers))
+    return _kernel(norm, "norm_backward", text, arguments)
 
 
 def emit_weight_gradient(norm: Norm) -> Kernel:
     """gy, x (or summed), statistics -> partial sums; for rows whose backward does not make them."""
     sums = _sums(norm)
-    names, numbers = ["gy", "x"], [*["mean"] * norm.layer, "rstd", *sums]
+    arguments = _arguments(norm, ["gy", "x"], sums)
     block = min(1024, norm.block)
     text = fill(
         WEIGHT,
-        arguments=", ".join([*names, *numbers]),
+        arguments=signature(arguments),
         row=_row(norm),
         wide=_wide(norm),
         zeros=_zeros(sums),
@@ -216,7 +222,6 @@ def emit_weight_gradient(norm: Norm) -> Kernel:
         store=_stores(sums, "tl.program_id(1)"),
     )
     grid = (ceil_div(norm.width, block), norm.programs)
-    arguments = _arguments(norm, names, numbers)
     return _kernel(norm, "norm_weight_gradient", text, arguments, grid, block)
 
 
@@ -246,13 +251,13 @@ def _row(norm: Norm) -> str:
     return f"row{wide_index(norm.rows * norm.width)}"
 
 
-def _arguments(norm: Norm, names: list[str], numbers: list[str]) -> tuple[Argument, ...]:
+def _arguments(norm: Norm, names: list[str], sums: list[str]) -> tuple[Argument, ...]:
+    """Tensors of the norm's dtype, its statistics, and partial sums."""
+    statistics = [*["mean"] * norm.layer, "rstd"]
     return (
         *(Argument(name, "pointer", norm.dtype) for name in names),
-        *(
-            Argument(name, "pointer", norm.statistics if name in _STATISTICS else "float32")
-            for name in numbers
-        ),
+        *(Argument(name, "pointer", norm.statistics) for name in statistics),
+        *(Argument(name, "pointer", "float32") for name in sums),
     )
 
 

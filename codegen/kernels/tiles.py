@@ -5,7 +5,7 @@ No spills, within shared memory, on Hopper with wgmma. Which tiles are fast only
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msc.codegen.kernels.attention import Attention
 from msc.codegen.kernels.description import Target, Tiles, power_of_two
@@ -58,18 +58,6 @@ class AttentionTiles:
     queries: Tiles
 
 
-def attention_tiles(target: Target, grouped: bool) -> AttentionTiles:
-    """grouped: several heads share keys and values, so that a program adds up what they give."""
-    delta = Tiles(64, 0, 0, warps=4, stages=1)
-    if target.has_tensor_memory_accelerator:
-        forward, queries = Tiles(128, 128, 0, stages=2), Tiles(128, 64, 0, stages=2)
-        keys = Tiles(32, 64 if grouped else 128, 0, stages=2)
-    else:
-        forward, queries = Tiles(128, 64, 0, stages=2), Tiles(128, 32, 0, stages=2)
-        keys = Tiles(64, 64, 0, stages=2)
-    return AttentionTiles(forward, delta, keys, queries)
-
-
 def product_tiles(
     target: Target, size: tuple[int, int, int], dtype: str, epilogue: Epilogue
 ) -> Tiles:
@@ -89,15 +77,22 @@ def fitting(length: int, most: int) -> int:
     return min(most, max(16, power_of_two(length)))
 
 
-def attention_tiles_for(attention: Attention) -> AttentionTiles:
+def attention_tiles(attention: Attention) -> AttentionTiles:
     """Tiles of attention's kernels, on any target."""
     target = attention.target
     if target.interpreted:
         block = fitting(attention.length, 64)
         square = Tiles(block, block, 0)
         return AttentionTiles(square, square, square, square)
+    # heads that share keys and values: a program adds up what all of them give
     grouped = attention.heads > attention.groups
-    tiles = attention_tiles(target, grouped)
-    if grouped and attention.lanes < 128 and not target.has_tensor_memory_accelerator:
-        return replace(tiles, keys=Tiles(32, 32, 0, warps=4, stages=2))
-    return tiles
+    delta = Tiles(64, 0, 0, warps=4, stages=1)
+    if target.has_tensor_memory_accelerator:
+        forward, queries = Tiles(128, 128, 0, stages=2), Tiles(128, 64, 0, stages=2)
+        keys = Tiles(32, 64 if grouped else 128, 0, stages=2)
+    else:
+        forward, queries = Tiles(128, 64, 0, stages=2), Tiles(128, 32, 0, stages=2)
+        keys = Tiles(64, 64, 0, stages=2)
+        if grouped and attention.lanes < 128:
+            keys = Tiles(32, 32, 0, warps=4, stages=2)
+    return AttentionTiles(forward, delta, keys, queries)

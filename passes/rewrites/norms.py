@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from msc.ir.ops.library import HALF_DTYPES
+from msc.ir.ops.library import compute_dtype
 from msc.passes.normalize.rewrite import Emitter, aten, named_arguments, shape_of
 from msc.passes.rewrites.origins import Origins
 
@@ -54,7 +54,7 @@ class Norm:
         text = self.form[1].removeprefix("eps=")
         if text == "None":  # of `aten.rms_norm`: the smallest step of the dtype it computes in
             dtype: torch.dtype = self.call.args[0].meta["val"].dtype  # type: ignore[union-attr]
-            return torch.finfo(torch.float32 if dtype in HALF_DTYPES else dtype).eps
+            return torch.finfo(compute_dtype(dtype)).eps
         return float(text)
 
     @property

@@ -17,14 +17,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from msc.codegen.fast_calls import FAST_CALLS
+from msc.codegen.fast_calls import function_of
 from msc.codegen.in_place import in_place_calls
 from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.codegen.lifetime import reuses_total
 from msc.ir import actions
 from msc.ir.communication import FUSED, STARTS, WAITS
 from msc.ir.mesh import Mesh
-from msc.ir.ops.library import KERNELS
 from msc.ir.torch_private import FakeTensorMode, storage_key
 from msc.ir.values import operand_nodes
 from msc.runtime.actions import LocalActions
@@ -150,7 +149,7 @@ class _Runner:
             if call is not None:
                 function = call.overwriting(function)
             return function, (args[index], *args[:index], *args[index + 1 :])
-        return call or KERNELS.get(target) or FAST_CALLS.get(target, target), args
+        return call or function_of(target), args
 
 
 def _measure(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from msc.ir.ops import attention_bands as bands
 from msc.ir.ops import attention_kernels as kernels
-from msc.ir.ops.library import HALF_DTYPES, define
+from msc.ir.ops.library import compute_dtype, define
 
 
 def attention(
@@ -126,8 +126,8 @@ def _attention_fake(
         raise ValueError(f"attention: window={window} needs causal=True and at least one key")
     if soft_cap < 0:
         raise ValueError(f"attention: soft_cap={soft_cap} is a bound of scores, or 0 for none")
-    lse_dtype = torch.float32 if q.dtype in HALF_DTYPES else q.dtype
-    return _empty_bshd(q, (b, h, s, v.shape[3])), _empty_bshd(q, (b, h, s), lse_dtype)
+    lse = _empty_bshd(q, (b, h, s), compute_dtype(q.dtype))
+    return _empty_bshd(q, (b, h, s, v.shape[3])), lse
 
 
 def _attention_backward_fake(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from msc.ir.ops import attention_kernels as kernels
-from msc.ir.ops.library import HALF_DTYPES
+from msc.ir.ops.library import compute_dtype
 
 _SMALLEST, _LARGEST = 64, 256
 
@@ -96,7 +96,7 @@ def backward(
 ) -> None:
     """Write the gradients of q, k and v; a key's are summed over blocks, in float32 at least."""
     dq, dk, dv = grads
-    wide = torch.float32 if q.dtype in HALF_DTYPES else q.dtype
+    wide = compute_dtype(q.dtype)
     sums = [dk, dv] if wide == q.dtype else [torch.empty_like(x, dtype=wide) for x in (dk, dv)]
     for total in sums:
         total.zero_()

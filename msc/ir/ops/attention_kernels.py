@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msc.ir.ops.library import HALF_DTYPES
+from msc.ir.ops.library import HALF_DTYPES, compute_dtype
 
 # The public wrapper of this kernel does not return the logsumexp that the backward needs.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -99,7 +99,7 @@ def additive(mask: Tensor | None, hidden: Tensor | None, like: Tensor) -> Tensor
         return None
     if mask.dtype != like.dtype:
         # Half types keep a float32 mask: its smallest number would become -inf.
-        mask = mask.to(torch.float32 if like.dtype in HALF_DTYPES else like.dtype)
+        mask = mask.to(compute_dtype(like.dtype))
     return _unit_stride(mask)
 
 

@@ -25,6 +25,11 @@ KERNELS: dict[OpOverload, Callable[..., Any]] = {}
 """Each overload's plain Python function; calling it skips the dispatcher (and autograd)."""
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What reductions of `dtype` are computed in: float32 for half types, else `dtype` itself."""
+    return torch.float32 if dtype in HALF_DTYPES else dtype
+
+
 def define(
     schema: str,
     kernel: Callable[..., Any],

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msc.ir.ops.library import HALF_DTYPES, define
+from msc.ir.ops.library import compute_dtype, define
 
 _MINUS_INFINITY = float("-inf")
 
@@ -38,7 +38,7 @@ def nll_terms(logits: Tensor, target: Tensor, start: Tensor | None = None) -> tu
     column, inside = _columns(target, start, v)
     lse = rows.new_empty(rows.shape[0], dtype=torch.float64)
     for block in _row_blocks(rows):
-        lse[block] = _logsumexp(rows[block].to(_compute_dtype(rows.dtype)))
+        lse[block] = _logsumexp(rows[block].to(compute_dtype(rows.dtype)))
     picked = rows.gather(1, column.unsqueeze(1)).squeeze(1).double()
     picked.masked_fill_(~inside, 0.0)
     return lse.view(target.shape), picked.view(target.shape)
@@ -63,7 +63,7 @@ def nll_terms_backward(
     """`glse * softmax(logits)`, plus gtarget at the target: `[..., v]` in the dtype of logits."""
     rows, v = logits.reshape(-1, logits.shape[-1]), logits.shape[-1]
     column, inside = _columns(target, start, v)
-    wide = _compute_dtype(logits.dtype)
+    wide = compute_dtype(logits.dtype)
     # A row of logits that is -inf throughout has softmax 0 here, not exp(-inf + inf).
     shift = lse.reshape(-1, 1).masked_fill(lse.reshape(-1, 1) == _MINUS_INFINITY, 0.0).to(wide)
     weight = glse.reshape(-1, 1).to(wide)
@@ -77,10 +77,6 @@ def nll_terms_backward(
         if direct is None:
             result[block].copy_(grad)
     return result.view(logits.shape)
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in HALF_DTYPES else dtype
 
 
 def _columns(target: Tensor, start: Tensor | None, v: int) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from msc.ir.ops.library import HALF_DTYPES, define
+from msc.ir.ops.library import compute_dtype, define
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -22,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rstd is 1 / sqrt(mean(x^2) + eps) of each row, in float32 for half types, whose result is
     rounded once.
     """
-    wide = x.to(_compute_dtype(x.dtype))
+    wide = x.to(compute_dtype(x.dtype))
     rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     y = (wide * rstd).mul_(weight)
     return y.to(x.dtype).contiguous(), rstd.squeeze(-1).contiguous()
@@ -30,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def rms_norm_backward(gy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; gy is that of y, the other operands are those of `rms_norm`."""
-    dtype, wide = x.dtype, _compute_dtype(x.dtype)
+    dtype, wide = x.dtype, compute_dtype(x.dtype)
     scale = rstd.unsqueeze(-1)
     normalized = x.to(wide) * scale
     gy = gy.to(wide)
@@ -41,17 +40,13 @@ def rms_norm_backward(gy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tu
     return dx.to(dtype).contiguous(), dw.to(weight.dtype)
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in HALF_DTYPES else dtype
-
-
 def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if x.dim() == 0 or tuple(weight.shape) != (x.shape[-1],) or weight.dtype != x.dtype:
         raise ValueError(
             f"rms_norm: x {x.dtype} {tuple(x.shape)} needs a weight of its dtype and last dim, not "
             f"{weight.dtype} {tuple(weight.shape)}"
         )
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=_compute_dtype(x.dtype))
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=compute_dtype(x.dtype))
 
 
 def _rms_norm_backward_fake(

@@ -180,6 +180,8 @@ Q = torch.zeros(1, 2, 4, 16)
     [
         (OP.linear.default, (F64, F64), "gemm: no kernel computes on float64"),
         (OP.linear.default, (F64.float(), F64.bfloat16()), "one dtype, not bfloat16 and float32"),
+        (OP.attention.default, (Q, Q, Q.half(), None, 1.0, True), "not float16 and float32"),
+        (OP.rms_norm_backward.default, (F64.half(), F64, F64[0], F64[:, 0]), "float16 and float64"),
         (OP.linear.default, (torch.zeros(0, 16), torch.zeros(4, 16)), "is empty"),
         (OP.attention.default, (HEADS, HEADS, HEADS, None, 1.0, True), "16 to 256 elements, not 8"),
         (OP.attention.default, (Q, Q, Q, torch.zeros(4, 4), 1.0, True), "this mask is a tensor"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from msc.codegen.kernels import attention_backward, attention_forward
-from msc.codegen.kernels.attention import Attention
+from msc.codegen.kernels.attention import Attention, operands
 from msc.codegen.kernels.description import SM_80, SM_90, Tiles
 from msc.codegen.kernels.launch import launch
 from msc.ir.errors import PlanError
@@ -69,15 +69,25 @@ def check(case: Attention, tiles: Tiles = TILES) -> None:
     out = poisoned(*rows, case.head_size, dtype=dtype)
     lse, delta = (poisoned(*rows, dtype=torch.float32) for _ in range(2))
     expected = reference(case, tensors, begins)
-    q, k, v, gy = (tensors[name] for name in ("q", "k", "v", "gy"))
-    dq, dk, dv = (poisoned(*x.shape, dtype=dtype) for x in (q, k, v))
+    dq, dk, dv = (poisoned(*tensors[name].shape, dtype=dtype) for name in ("q", "k", "v"))
+    values = {
+        **tensors,
+        **own,
+        "out": out,
+        "lse": lse,
+        "delta": delta,
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+    }
     with interpreted():
-        forward = attention_forward.emit(case, tiles)
-        run(forward, {"q": q, "k": k, "v": v, "out": out, "lse": lse, **own})
-        run(attention_backward.emit_delta(case, tiles), {"gy": gy, "out": out, "delta": delta})
-        known = {"q": q, "k": k, "v": v, "gy": gy, "lse": lse, "delta": delta, **own}
-        run(attention_backward.emit_keys(case, tiles), {**known, "dk": dk, "dv": dv})
-        run(attention_backward.emit_queries(case, tiles), {**known, "dq": dq})
+        for kernel in (
+            attention_forward.emit(case, tiles),
+            attention_backward.emit_delta(case, tiles),
+            attention_backward.emit_keys(case, tiles),
+            attention_backward.emit_queries(case, tiles),
+        ):
+            launch(kernel, operands(kernel, values))
     for found, wanted in zip((out, lse, dq, dk, dv), expected, strict=True):
         assert error(found, wanted) <= TOLERANCE[case.dtype]
 
@@ -91,16 +101,6 @@ def documents_of(case: Attention) -> tuple[Tensor, Tensor]:
         for begin, end in itertools.pairwise(cuts):
             begins[sample, begin:end], ends[sample, begin:end] = begin, end
     return begins, ends
-
-
-def run(kernel: Any, values: dict[str, Tensor]) -> None:
-    """Launch, with the tensors that are described seen as [b s, h d]."""
-    described = {x.name for x in kernel.arguments if x.kind == "descriptor"}
-    seen = {
-        name: value.view(value.shape[0] * value.shape[1], -1) if name in described else value
-        for name, value in values.items()
-    }
-    launch(kernel, seen)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -39,14 +40,14 @@ def few(target: Target, processors: int) -> Target:
     return dataclasses.replace(target, processors=processors)
 
 
-def gather(ranks: int, **changes: object) -> GatherGemm:
+def gather(ranks: int, **changes: Any) -> GatherGemm:
     made = GatherGemm(ranks * 64, 64, (64,), ranks, "bfloat16", few(SM_90, 4), TILES)
-    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(made, **changes)
 
 
-def scatter(ranks: int, **changes: object) -> GemmScatter:
+def scatter(ranks: int, **changes: Any) -> GemmScatter:
     made = GemmScatter(ranks * 64, 64, 64, ranks, "bfloat16", few(SM_90, 4), TILES)
-    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(made, **changes)
 
 
 # Whole tiles and odd sizes, each layout, one and more flags a shard, both targets.
@@ -100,17 +101,17 @@ def test_calls_that_follow_each_other(count: int) -> None:
     assert worst <= TOLERANCE["bfloat16"]
 
 
-def gather_mutant(**mistakes: object) -> Callable[[int], float]:
-    return lambda seed: run_gather(gather(4), Calls(seed, **mistakes))  # type: ignore[arg-type]
+def gather_mutant(**mistakes: Any) -> Callable[[int], float]:
+    return lambda seed: run_gather(gather(4), Calls(seed, **mistakes))
 
 
-def scatter_mutant(case: GemmScatter, **mistakes: object) -> Callable[[int], float]:
-    return lambda seed: run_scatter(case, Calls(seed, **mistakes))[0]  # type: ignore[arg-type]
+def scatter_mutant(case: GemmScatter, **mistakes: Any) -> Callable[[int], float]:
+    return lambda seed: run_scatter(case, Calls(seed, **mistakes))[0]
 
 
-def gradient_mutant(**mistakes: object) -> Callable[[int], float]:
+def gradient_mutant(**mistakes: Any) -> Callable[[int], float]:
     case = dataclasses.replace(GRADIENTS[0], splits=1)
-    return lambda seed: run_weight_gradient(case, Calls(seed, **mistakes))  # type: ignore[arg-type]
+    return lambda seed: run_weight_gradient(case, Calls(seed, **mistakes))
 
 
 def one_buffer(call: int) -> int:

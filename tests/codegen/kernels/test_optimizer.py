@@ -87,10 +87,10 @@ def test_adam(dtype: str, decoupled: bool) -> None:
 def test_lamb(dtype: str) -> None:
     tensors = Tensors(dtype)
     tensors.parameters[0].zero_()  # no norm: the step is not scaled
-    p, g, states = tensors.doubled()
+    p, g, before = tensors.doubled()
     step = torch.tensor(STEP)
-    sums, states = lamb_sums(p, g, states, step, BETAS, EPS, DECAY, [1] * len(SIZES))  # type: ignore[assignment]
-    parameters, states = lamb(p, sums, states, step, RATE, BETAS, EPS, DECAY)  # type: ignore[assignment]
+    sums, between = lamb_sums(p, g, before, step, BETAS, EPS, DECAY, [1] * len(SIZES))
+    parameters, states = lamb(p, sums, between, step, RATE, BETAS, EPS, DECAY)
     norms = run_lamb(tensors)
     assert error(norms, sums) <= 1e-6
     tensors.check(parameters, states, TOLERANCE[dtype])
