@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from msc.ir.communication import FUSED, STARTS
+from msc.runtime.diagnosis.process_facts import alive, process_facts
 from msc.runtime.diagnosis.schedule import WAIT
 
 KINDS = (WAIT, *STARTS.values(), *FUSED.values())
@@ -198,30 +199,3 @@ def read_ring(file: Path, last: int | None = None) -> RankView:
         started,
         tuple(records),
     )
-
-
-def process_facts() -> dict[str, Any]:
-    """What says later whether this process is alive."""
-    pid = os.getpid()
-    return {"pid": pid, "born": process_start(pid), "host": os.uname().nodename}
-
-
-def alive(facts: dict[str, Any]) -> str:
-    """Whether the process of `process_facts` is; see `RankView`."""
-    if facts["host"] != os.uname().nodename:
-        return "unknown"
-    try:
-        fields = Path(f"/proc/{facts['pid']}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "dead"
-    if int(fields[19]) != facts["born"] or fields[0] in "ZX":
-        return "dead"
-    return "stopped" if fields[0] in "Tt" else "running"
-
-
-def process_start(pid: int) -> int:
-    """When a process began, in ticks since the machine did; 0 where that is not known."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0
