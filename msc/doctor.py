@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -25,17 +24,18 @@ from torch.distributed.rendezvous import rendezvous
 
 import msc
 from msc.command_exit import DIFFERENT, guarded
-from msc.ir.errors import UserError
 from msc.ir.torch_private import PrefixStore
 from msc.runtime.checkpoint.storage import open_storage
-from msc.runtime.doctor.check import FAIL, Check, Reference, judge, run_check
+from msc.runtime.doctor.between import check_peers
+from msc.runtime.doctor.check import FAIL, Check, judge, run_check
 from msc.runtime.doctor.compute import check_gemm, check_memory
 from msc.runtime.doctor.devices import check_devices
 from msc.runtime.doctor.disk import check_storage
 from msc.runtime.doctor.exclude import exclude
 from msc.runtime.doctor.network import check_interfaces, check_loopback, check_names
-from msc.runtime.doctor.peers import Peers, check_peers
+from msc.runtime.doctor.peers import Peers
 from msc.runtime.doctor.processes import LocalRanks
+from msc.runtime.doctor.reference import load_reference, save_reference
 from msc.runtime.member_groups import member_group
 
 
@@ -129,55 +129,6 @@ def run_in_job(
     else:  # the store may be in this process
         store.wait([f"left/{other}" for other in range(1, world)], short)
     return machines, between, hosts
-
-
-def machine_kind() -> dict[str, Any]:
-    """What two machines must share for one to be the other's reference."""
-    names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    return {"processor": _processor(), "cores": os.cpu_count(), "devices": names}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
-
-
-def load_reference(file: Path, quick: bool) -> Reference:
-    """What `save_reference` wrote; `UserError` if it is of another kind of machine or effort."""
-    try:
-        found = json.loads(file.read_text())
-        kind, effort, checks = found["machine"], found["quick"], found["checks"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is no reference of msc doctor: {error}") from error
-    here = machine_kind()
-    if kind != here:
-        raise UserError(
-            f"{file} is of another kind of machine, {kind}; this one is {here}. Write one with "
-            "--write-reference on a machine of this kind that is known to be sound."
-        )
-    if effort != quick:
-        raise UserError(f"{file} was written {'with' if effort else 'without'} --quick.")
-    reference: Reference = checks
-    return reference
-
-
-def save_reference(file: Path, checks: Sequence[Check], quick: bool) -> None:
-    """Keep what was measured here, for later runs on machines of this kind."""
-    told = {
-        check.name: {
-            "values": {name: value.number for name, value in check.values.items()},
-            "facts": list(check.facts),
-        }
-        for check in checks
-    }
-    text = json.dumps({"machine": machine_kind(), "quick": quick, "checks": told}, indent=2)
-    try:
-        file.write_text(text + "\n")
-    except OSError as error:
-        raise UserError(f"The reference {file} cannot be written: {error}") from error
 
 
 def blamed_hosts(

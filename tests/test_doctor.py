@@ -18,6 +18,7 @@ from msc import doctor
 from msc.cli import app
 from msc.runtime.doctor.check import Check, failed, passed
 from msc.runtime.doctor.exclude import read_excluded
+from msc.runtime.doctor.reference import load_reference
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,14 +58,14 @@ def test_a_machine_and_its_reference(tmp_path: Path) -> None:
         "all-to-all": "pass",
         "all-reduce": "pass",
     }
-    assert doctor.load_reference(reference, quick=True)["gemm cpu"]["values"]
+    assert load_reference(reference, quick=True)["gemm cpu"]["values"]
     with pytest.raises(msc.UserError, match="was written with --quick"):
-        doctor.load_reference(reference, quick=False)
+        load_reference(reference, quick=False)
     told = json.loads(reference.read_text())
     told["machine"]["cores"] += 1
     reference.write_text(json.dumps(told))
     with pytest.raises(msc.UserError, match="is of another kind of machine"):
-        doctor.load_reference(reference, quick=True)
+        load_reference(reference, quick=True)
 
 
 @pytest.mark.gloo
