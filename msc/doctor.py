@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import msc
 from msc.command_exit import DIFFERENT, guarded
+from msc.ir.errors import UserError
 from msc.ir.torch_private import PrefixStore
 from msc.runtime.checkpoint.storage import open_storage
 from msc.runtime.doctor.between import check_peers
@@ -31,7 +32,7 @@ from msc.runtime.doctor.check import FAIL, Check, judge, run_check
 from msc.runtime.doctor.compute import check_gemm, check_memory
 from msc.runtime.doctor.devices import check_devices
 from msc.runtime.doctor.disk import check_storage
-from msc.runtime.doctor.exclude import exclude
+from msc.runtime.doctor.exclude import exclude, read_excluded
 from msc.runtime.doctor.network import check_interfaces, check_loopback, check_names
 from msc.runtime.doctor.peers import Peers
 from msc.runtime.doctor.processes import LocalRanks
@@ -100,14 +101,26 @@ def run_in_job(
 ) -> tuple[list[Machine], list[Check], list[str]]:
     """As one rank of a launcher's; complete on rank 0 only."""
     timeout = timedelta(seconds=10 * effort.timeout_s)
-    shared, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    try:
+        shared, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    except (ValueError, dist.DistError) as error:
+        raise UserError(
+            f"The ranks of the job cannot meet: {error}\nRANK is set, so this is a rank of a "
+            "launcher's such as torchrun. Without it this machine alone is checked."
+        ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"msc-doctor-{attempt}", shared)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     host = socket.gethostname()
     mine = machine_checks(effort, storage, gpus) if local == 0 else []
     store.set(f"machine/{rank}", json.dumps([host, [check.to_json() for check in mine]]))
-    told = [json.loads(raw) for raw in store.multi_get([f"machine/{r}" for r in range(world)])]
+    try:
+        raws = store.multi_get([f"machine/{other}" for other in range(world)])
+    except dist.DistError as error:
+        raise UserError(
+            f"Not all of {world} ranks have checked their machines within {timeout}: {error}"
+        ) from error
+    told = [json.loads(raw) for raw in raws]
     hosts = [name for name, _ in told]
     machines = [
         Machine(name, [Check.from_json(each) for each in checks]) for name, checks in told if checks
@@ -200,13 +213,21 @@ def doctor(
     def action() -> Callable[[], int]:
         started = time.perf_counter()
         effort = QUICK if quick else WHOLE
-        known = None if reference is None else load_reference(reference, quick)
         in_job = "RANK" in os.environ
+        judges = os.environ.get("RANK", "0") == "0"
+        known = None
+        if judges:  # what is wrong with its files is told before all is checked
+            known = None if reference is None else load_reference(reference, quick)
+            for file in (exclude_file, write_reference):
+                if file is not None and not file.parent.is_dir():
+                    raise UserError(f"{file} cannot be written: there is no folder {file.parent}.")
+            if exclude_file is not None:
+                read_excluded(exclude_file)
         if in_job:
             machines, between, hosts = run_in_job(effort, storage, gpus)
         else:
             machines, between, hosts = run_alone(effort, nproc, storage, gpus)
-        if in_job and int(os.environ["RANK"]) != 0:
+        if not judges:
             return lambda: 0
         machines = [replace(m, checks=[judge(c, known) for c in m.checks]) for m in machines]
         between = [judge(check, known) for check in between]
@@ -246,7 +267,7 @@ def main() -> None:
     """`msc doctor` by itself, which needs no compiler and so starts at once."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command("doctor")(doctor)
-    app()
+    app(prog_name="msc doctor")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from msc.ir.errors import UserError
-from msc.runtime.doctor.check import Check, Reference
+from msc.runtime.doctor.check import Check, Known, Reference
 
 
 def machine_kind() -> dict[str, Any]:
@@ -33,8 +33,15 @@ def load_reference(file: Path, quick: bool) -> Reference:
     """What `save_reference` wrote; `UserError` if it is of another kind of machine or effort."""
     try:
         found = json.loads(file.read_text())
-        kind, effort, checks = found["machine"], found["quick"], found["checks"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        kind, effort = found["machine"], found["quick"]
+        checks = {
+            str(name): Known(
+                {value: float(number) for value, number in told["values"].items()},
+                tuple(map(str, told["facts"])),
+            )
+            for name, told in found["checks"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is no reference of msc doctor: {error}") from error
     here = machine_kind()
     if kind != here:
@@ -43,9 +50,11 @@ def load_reference(file: Path, quick: bool) -> Reference:
             "--write-reference on a machine of this kind that is known to be sound."
         )
     if effort != quick:
-        raise UserError(f"{file} was written {'with' if effort else 'without'} --quick.")
-    reference: Reference = checks
-    return reference
+        raise UserError(
+            f"{file} was written {'with' if effort else 'without'} --quick: check "
+            f"{'with' if effort else 'without'} it too, or write another with --write-reference."
+        )
+    return checks
 
 
 def save_reference(file: Path, checks: Sequence[Check], quick: bool) -> None:
