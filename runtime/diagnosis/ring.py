@@ -170,8 +170,10 @@ def read_ring(file: Path, last: int | None = None) -> RankView:
     facts: dict[str, Any] = json.loads(raw[_HEAD.size : _HEAD.size + size])
     names = facts["channels"]
     counts = _HEAD.size + size
-    started = dict(zip(names, struct.unpack_from(f"<{channels}Q", raw, counts), strict=True))
     place, capacity = counts + 8 * channels, facts["capacity"]
+    if len(raw) < place + _RECORD.size * capacity:
+        raise ValueError(f"{file} is cut off")
+    started = dict(zip(names, struct.unpack_from(f"<{channels}Q", raw, counts), strict=True))
     wanted: Sequence[int] = range(capacity)
     if last is not None:
         numbers = struct.unpack(f"<{6 * capacity}Q", raw[place : place + 48 * capacity])[::6]
