@@ -143,7 +143,7 @@ def prune(
         notes: list[str] = []
         removed = remove_old(open_storage(url), keep, set(), tell=notes.append)
         lines = [*(f"removed {folder}" for folder in removed), *notes]
-        return lines or ["nothing to remove"], DIFFERENT if notes else 0
+        return lines, DIFFERENT if notes else 0
 
     _answer(action)
 
