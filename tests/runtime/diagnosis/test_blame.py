@@ -176,6 +176,10 @@ HANGS: dict[str, tuple[str, Callable[[Fake, random.Random], Fake]]] = {
         lambda f, c: stopped(f, c, alive="dead", dies_waiting=True),
     ),
     "no data": (words.DATA, lambda f, c: replace(f, stop=0, phase="data")),
+    "killed without data": (
+        words.DEAD,
+        lambda f, c: replace(f, stop=0, phase="data", alive="dead"),
+    ),
     "a checkpoint": (words.SAVING, lambda f, c: replace(f, stop=0, phase="save")),
     "live-lock": (words.BUSY, lambda f, c: stopped(f, c)),
     "an exception": (words.FAILED, lambda f, c: stopped(f, c, phase="failed", alive="dead")),
