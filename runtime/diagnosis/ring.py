@@ -1,6 +1,7 @@
 """A ring of a rank's last communications in a mapped file, which outlives the process.
 
-    64 bytes   sizes, the step, the phase, and how many records there were when the step began
+    48 bytes   sizes, the step, the phase and since when, and how many records there were when the
+               step began
     JSON       the rank, its process, the names of its channels
     counts     how many communications each channel had when the step began
     records    (number, sequence, channel, kind, bytes, enter, leave), the oldest overwritten
@@ -147,7 +148,6 @@ class RankView:
     phase: str
     step: int
     in_step: int
-    since_ns: int
     started: dict[str, int]
     records: tuple[Record, ...]
 
@@ -166,7 +166,7 @@ def read_ring(file: Path, last: int | None = None) -> RankView:
     raw = file.read_bytes()
     if len(raw) < _HEAD.size or raw[:8] != _MAGIC:
         raise ValueError(f"{file} is no ring of a rank")
-    _, size, channels, step, phase, _, since, first = _HEAD.unpack_from(raw)
+    _, size, channels, step, phase, _, _, first = _HEAD.unpack_from(raw)
     facts: dict[str, Any] = json.loads(raw[_HEAD.size : _HEAD.size + size])
     names = facts["channels"]
     counts = _HEAD.size + size
@@ -197,7 +197,6 @@ def read_ring(file: Path, last: int | None = None) -> RankView:
         PHASES[phase],
         step,
         in_step,
-        since,
         started,
         tuple(records),
     )
