@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -28,14 +27,16 @@ from msc.command_exit import DIFFERENT, guarded
 from msc.ir.errors import UserError
 from msc.ir.torch_private import PrefixStore
 from msc.runtime.checkpoint.storage import open_storage
-from msc.runtime.doctor.check import FAIL, Check, Reference, judge, run_check
+from msc.runtime.doctor.between import check_peers
+from msc.runtime.doctor.check import FAIL, Check, judge, run_check
 from msc.runtime.doctor.compute import check_gemm, check_memory
 from msc.runtime.doctor.devices import check_devices
 from msc.runtime.doctor.disk import check_storage
-from msc.runtime.doctor.exclude import exclude
+from msc.runtime.doctor.exclude import exclude, read_excluded
 from msc.runtime.doctor.network import check_interfaces, check_loopback, check_names
-from msc.runtime.doctor.peers import Peers, check_peers
+from msc.runtime.doctor.peers import Peers
 from msc.runtime.doctor.processes import LocalRanks
+from msc.runtime.doctor.reference import load_reference, save_reference
 from msc.runtime.member_groups import member_group
 
 
@@ -100,14 +101,26 @@ def run_in_job(
 ) -> tuple[list[Machine], list[Check], list[str]]:
     """As one rank of a launcher's; complete on rank 0 only."""
     timeout = timedelta(seconds=10 * effort.timeout_s)
-    shared, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    try:
+        shared, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    except (ValueError, dist.DistError) as error:
+        raise UserError(
+            f"The ranks of the job cannot meet: {error}\nRANK is set, so this is a rank of a "
+            "launcher's such as torchrun. Without it this machine alone is checked."
+        ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"msc-doctor-{attempt}", shared)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     host = socket.gethostname()
     mine = machine_checks(effort, storage, gpus) if local == 0 else []
     store.set(f"machine/{rank}", json.dumps([host, [check.to_json() for check in mine]]))
-    told = [json.loads(raw) for raw in store.multi_get([f"machine/{r}" for r in range(world)])]
+    try:
+        raws = store.multi_get([f"machine/{other}" for other in range(world)])
+    except dist.DistError as error:
+        raise UserError(
+            f"Not all of {world} ranks have checked their machines within {timeout}: {error}"
+        ) from error
+    told = [json.loads(raw) for raw in raws]
     hosts = [name for name, _ in told]
     machines = [
         Machine(name, [Check.from_json(each) for each in checks]) for name, checks in told if checks
@@ -129,55 +142,6 @@ def run_in_job(
     else:  # the store may be in this process
         store.wait([f"left/{other}" for other in range(1, world)], short)
     return machines, between, hosts
-
-
-def machine_kind() -> dict[str, Any]:
-    """What two machines must share for one to be the other's reference."""
-    names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    return {"processor": _processor(), "cores": os.cpu_count(), "devices": names}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
-
-
-def load_reference(file: Path, quick: bool) -> Reference:
-    """What `save_reference` wrote; `UserError` if it is of another kind of machine or effort."""
-    try:
-        found = json.loads(file.read_text())
-        kind, effort, checks = found["machine"], found["quick"], found["checks"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is no reference of msc doctor: {error}") from error
-    here = machine_kind()
-    if kind != here:
-        raise UserError(
-            f"{file} is of another kind of machine, {kind}; this one is {here}. Write one with "
-            "--write-reference on a machine of this kind that is known to be sound."
-        )
-    if effort != quick:
-        raise UserError(f"{file} was written {'with' if effort else 'without'} --quick.")
-    reference: Reference = checks
-    return reference
-
-
-def save_reference(file: Path, checks: Sequence[Check], quick: bool) -> None:
-    """Keep what was measured here, for later runs on machines of this kind."""
-    told = {
-        check.name: {
-            "values": {name: value.number for name, value in check.values.items()},
-            "facts": list(check.facts),
-        }
-        for check in checks
-    }
-    text = json.dumps({"machine": machine_kind(), "quick": quick, "checks": told}, indent=2)
-    try:
-        file.write_text(text + "\n")
-    except OSError as error:
-        raise UserError(f"The reference {file} cannot be written: {error}") from error
 
 
 def blamed_hosts(
@@ -249,13 +213,21 @@ def doctor(
     def action() -> Callable[[], int]:
         started = time.perf_counter()
         effort = QUICK if quick else WHOLE
-        known = None if reference is None else load_reference(reference, quick)
         in_job = "RANK" in os.environ
+        judges = os.environ.get("RANK", "0") == "0"
+        known = None
+        if judges:  # what is wrong with its files is told before all is checked
+            known = None if reference is None else load_reference(reference, quick)
+            for file in (exclude_file, write_reference):
+                if file is not None and not file.parent.is_dir():
+                    raise UserError(f"{file} cannot be written: there is no folder {file.parent}.")
+            if exclude_file is not None:
+                read_excluded(exclude_file)
         if in_job:
             machines, between, hosts = run_in_job(effort, storage, gpus)
         else:
             machines, between, hosts = run_alone(effort, nproc, storage, gpus)
-        if in_job and int(os.environ["RANK"]) != 0:
+        if not judges:
             return lambda: 0
         machines = [replace(m, checks=[judge(c, known) for c in m.checks]) for m in machines]
         between = [judge(check, known) for check in between]
@@ -295,7 +267,7 @@ def main() -> None:
     """`msc doctor` by itself, which needs no compiler and so starts at once."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command("doctor")(doctor)
-    app()
+    app(prog_name="msc doctor")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from msc.program import Program
 from msc.ranks import Job
 from msc.runtime.corruption.fingerprints import Replicas, word_sum
 from msc.runtime.corruption.leaps import leap
-from msc.runtime.corruption.saved import SavedState
+from msc.runtime.corruption.state_copy import StateCopy
 from msc.runtime.state import RankState
 
 POLICIES = ("stop", "skip", "replay")
@@ -68,7 +68,7 @@ class RunGuard:
         self._options = options
         self._job = job
         self._replicas = Replicas(state_tensors(program), job.rank)
-        self._saved = SavedState()
+        self._copy = StateCopy()
         self._skipped = 0
         self._told = 0
 
@@ -86,7 +86,7 @@ class RunGuard:
         """A step is about to change the state."""
         self._skipped = int(state.skipped)
         if self._options.policy != "stop":
-            self._saved.keep(state)
+            self._copy.keep(state)
 
     def after_step(
         self,
@@ -132,7 +132,7 @@ class RunGuard:
                 'msc.Guard(policy="replay") to see whether the step comes out the same again.'
             )
         first = self._marks(state, outputs)
-        self._saved.restore(state)
+        self._copy.restore(state)
         if policy == "skip":
             state.step = step
             state.skipped = state.skipped + 1

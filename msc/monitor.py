@@ -9,10 +9,10 @@ import gc
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 import typer
 
@@ -33,6 +33,31 @@ def address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not int(port) < 65536:
         raise UserError(f"'{text}' is no address; write host:port, such as 10.0.0.1:29400.")
     return host, int(port)
+
+
+def resolved(target: tuple[str, int]) -> tuple[str, int]:
+    """The same with the host's IPv4 address, looked up once; `UserError` if it has none."""
+    try:
+        found = socket.getaddrinfo(*target, socket.AF_INET, socket.SOCK_DGRAM)
+    except OSError as error:
+        raise UserError(f"The host of {target[0]}:{target[1]} is not found: {error}") from error
+    host, port = found[0][4][:2]
+    return str(host), int(port)
+
+
+def check_sources(run: Path, logs: Sequence[Path]) -> None:
+    """`UserError` if the run's folder is none, or a log cannot be read; it need not exist yet."""
+    if not run.is_dir():
+        raise UserError(
+            f"{run} is no folder. Give the one that Trainer(run=..) has; it may be empty so far."
+        )
+    for log in logs:
+        try:
+            log.open("rb").close()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise UserError(f"The log {log} cannot be read: {error}") from error
 
 
 def beat_of(run: Path, tail: LogTail, node: str) -> Beat:
@@ -80,6 +105,14 @@ def open_inbox(listen: tuple[str, int]) -> socket.socket:
     return inbox
 
 
+def open_events(file: Path) -> IO[str]:
+    """Where events are appended. Raises `UserError` if that is not possible."""
+    try:
+        return file.open("a")
+    except OSError as error:
+        raise UserError(f"Events cannot be appended to {file}: {error}") from error
+
+
 def watch(inbox: socket.socket, period_s: float, until: Callable[[], bool]) -> Iterator[Event]:
     """Events as they come; looks at `until` some times in each period.
 
@@ -114,7 +147,7 @@ def _arrived(inbox: socket.socket, room: bytearray) -> Iterator[bytes]:
 Run = Annotated[Path, typer.Argument(help="The folder that Trainer(run=..) was given.")]
 To = Annotated[str, typer.Option("--to", metavar="HOST:PORT", help="Where msc monitor listens.")]
 Logs = Annotated[
-    list[Path] | None, typer.Option("--log", help="A log file to look through for known errors.")
+    list[Path] | None, typer.Option("--log", help="A log to search for known errors, as it grows.")
 ]
 Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where beats arrive.")]
 Events = Annotated[
@@ -127,7 +160,8 @@ def beat(run: Run, to: To, log: Logs = None, period: Period = PERIOD_S) -> None:
     """Tell msc monitor what this node's ranks of a run do, until it is stopped."""
 
     def action() -> Callable[[], int]:
-        target = address(to)
+        target = resolved(address(to))
+        check_sources(run, log or [])
         for _ in beats(run, target, LogTail(log or []), socket.gethostname(), period):
             pass
         return lambda: 0
@@ -139,15 +173,15 @@ def monitor(listen: Listen, events: Events = None, period: Period = PERIOD_S) ->
     """Watch the nodes that send beats, and print what goes wrong, with rank and node."""
 
     def action() -> Callable[[], int]:
+        out = None if events is None else open_events(events)
         inbox = open_inbox(address(listen))
         gc.disable()  # what is kept of thousands of ranks has no cycles, and looking for some costs
 
         def show() -> int:
             for event in watch(inbox, period, until=lambda: False):
                 print(event, flush=True)
-                if events is not None:
-                    with events.open("a") as file:
-                        file.write(json.dumps(asdict(event)) + "\n")
+                if out is not None:
+                    print(json.dumps(asdict(event)), file=out, flush=True)
             return 0
 
         return show

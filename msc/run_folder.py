@@ -49,11 +49,11 @@ def read_mesh(folder: Path) -> Mesh:
     """The mesh of a run; `UserError` for a folder of no run."""
     try:
         axes = json.loads((folder / _RUN).read_text())["mesh"]
-    except (OSError, ValueError, KeyError) as error:
+        return Mesh(tuple((str(name), int(size)) for name, size in axes))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{folder} is no folder of a run ({error}). Give the one that Trainer(run=..) has."
         ) from error
-    return Mesh(tuple((name, size) for name, size in axes))
 
 
 def ring_files(folder: Path, rank: int) -> tuple[Path, Path]:
@@ -64,17 +64,23 @@ def ring_files(folder: Path, rank: int) -> tuple[Path, Path]:
 def diagnose(folder: Path, picture: Path | None = None) -> tuple[Verdict, str]:
     """The verdict on a run, and the same in words; `picture` is a PNG to draw it into.
 
-    Raises `UserError` for a folder of no run.
+    Raises `UserError` for a folder of no run, and for files that no rank has written.
     """
     mesh = read_mesh(folder)
     views: dict[int, RankView] = {}
     schedules: dict[int, list[Act]] = {}
     for rank in range(mesh.size):
         ring, schedule = ring_files(folder, rank)
-        if ring.exists():
-            views[rank] = read_ring(ring)
-        if schedule.exists():
-            schedules[rank] = from_text(schedule.read_text())
+        try:
+            if ring.exists():
+                views[rank] = read_ring(ring)
+            if schedule.exists():
+                schedules[rank] = from_text(schedule.read_text())
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"What rank {rank} has noted in {folder} cannot be read: {error}. If it begins "
+                "just now, ask again; otherwise remove the file."
+            ) from error
     verdict = blame(views, schedules, mesh.size)
     if picture is not None:
         draw(verdict, views, mesh, picture)

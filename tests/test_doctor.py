@@ -18,6 +18,7 @@ from msc import doctor
 from msc.cli import app
 from msc.runtime.doctor.check import Check, failed, passed
 from msc.runtime.doctor.exclude import read_excluded
+from msc.runtime.doctor.reference import load_reference
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,14 +58,14 @@ def test_a_machine_and_its_reference(tmp_path: Path) -> None:
         "all-to-all": "pass",
         "all-reduce": "pass",
     }
-    assert doctor.load_reference(reference, quick=True)["gemm cpu"]["values"]
+    assert load_reference(reference, quick=True)["gemm cpu"].values
     with pytest.raises(msc.UserError, match="was written with --quick"):
-        doctor.load_reference(reference, quick=False)
+        load_reference(reference, quick=False)
     told = json.loads(reference.read_text())
     told["machine"]["cores"] += 1
     reference.write_text(json.dumps(told))
     with pytest.raises(msc.UserError, match="is of another kind of machine"):
-        doctor.load_reference(reference, quick=True)
+        load_reference(reference, quick=True)
 
 
 @pytest.mark.gloo
@@ -113,7 +114,34 @@ def test_nobody_is_blamed_by_a_guess() -> None:
     }
 
 
-def test_what_is_no_reference_is_told(tmp_path: Path) -> None:
-    shown = CliRunner().invoke(app, ["doctor", "--reference", str(tmp_path / "none.json")])
+@pytest.mark.parametrize("text", [None, "[]", '{"machine": 1, "quick": true, "checks": {"a": 1}}'])
+def test_what_is_no_reference_is_told(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "reference.json"
+    if text is not None:
+        file.write_text(text)
+    shown = CliRunner().invoke(app, ["doctor", "--reference", str(file)])
     assert shown.exit_code == 2
     assert "is no reference of msc doctor" in shown.stderr
+
+
+@pytest.mark.parametrize("option", ["--exclude", "--write-reference"])
+def test_a_file_that_cannot_be_written_is_told_before_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(doctor, "run_alone", lambda *_: pytest.fail("checks have begun"))
+    monkeypatch.delenv("RANK", raising=False)
+    shown = CliRunner().invoke(app, ["doctor", option, str(tmp_path / "none" / "file.json")])
+    assert shown.exit_code == 2
+    assert "there is no folder" in shown.stderr
+
+
+@pytest.mark.parametrize("name", ["MASTER_PORT", "WORLD_SIZE"])
+def test_ranks_that_cannot_meet_are_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    place = {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "1"}
+    for each, value in place.items():
+        monkeypatch.setenv(each, value)
+    monkeypatch.delenv(name)
+    shown = CliRunner().invoke(app, ["doctor", "--quick"])
+    assert shown.exit_code == 2
+    assert "ranks of the job cannot meet" in shown.stderr
+    assert f"{name} expected" in shown.stderr

@@ -49,6 +49,30 @@ def test_what_is_no_address_is_told(text: str) -> None:
         address(text)
 
 
+@pytest.mark.parametrize(
+    ("run", "to", "log", "words"),
+    [
+        ("none", "127.0.0.1:9", "log", "is no folder"),
+        (".", "no-such-host.invalid:9", "log", "no-such-host.invalid:9 is not found"),
+        (".", "127.0.0.1:9", ".", "cannot be read"),
+    ],
+)
+def test_beats_that_would_tell_nothing_are_not_begun(
+    tmp_path: Path, run: str, to: str, log: str, words: str
+) -> None:
+    arguments = ["beat", str(tmp_path / run), "--to", to, "--log", str(tmp_path / log)]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 2
+    assert words in shown.stderr
+
+
+def test_events_that_cannot_be_written_are_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "none" / "events.jsonl"
+    shown = CliRunner().invoke(app, ["monitor", "--listen", "127.0.0.1:0", "--events", str(file)])
+    assert shown.exit_code == 2
+    assert "Events cannot be appended" in shown.stderr
+
+
 def test_an_address_that_is_taken_is_told() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(("127.0.0.1", 0))

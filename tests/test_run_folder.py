@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import msc
-from msc.run_folder import diagnose
+from msc.run_folder import diagnose, read_mesh
 from msc.runtime.diagnosis.ring import read_ring
 from tests.checkpoint.runs import trainer
 
@@ -25,3 +25,16 @@ def test_a_run_notes_what_it_does(tmp_path: Path) -> None:
     assert read_ring(tmp_path / "short" / "rank-00000.ring").phase == "failed"
     with pytest.raises(msc.UserError, match="is no folder of a run"):
         diagnose(tmp_path)
+    ring = tmp_path / "run" / "rank-00000.ring"
+    whole = ring.read_bytes()
+    for damaged, words in ((b"", "is no ring"), (whole[:-1], "is cut off")):
+        ring.write_bytes(damaged)
+        with pytest.raises(msc.UserError, match=words):
+            diagnose(tmp_path / "run")
+
+
+@pytest.mark.parametrize("text", ["[]", '{"mesh": [["dp"]]}', '{"mesh": [["dp", "two"]]}', "x"])
+def test_another_file_of_that_name_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(msc.UserError, match="is no folder of a run"):
+        read_mesh(tmp_path)

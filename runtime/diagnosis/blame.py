@@ -29,14 +29,9 @@ RING = "waits in a ring"
 
 _VAGUE = (BUSY, STUCK, SILENT, LOST)
 """What is said of a rank only if nothing better is found."""
-_PHASES = {
-    "data": DATA,
-    "save": SAVING,
-    "load": SAVING,
-    "failed": FAILED,
-    "lost": LOST,
-    "ended": ENDED,
-}
+_LAST_PHASES = {"failed": FAILED, "lost": LOST, "ended": ENDED}
+"""What a process may end in by itself; in all others one that is dead was killed."""
+_PHASES = {"data": DATA, "save": SAVING, "load": SAVING}
 
 
 @dataclass(frozen=True)
@@ -128,10 +123,12 @@ def _cause(rank: int, view: RankView | None, waits: bool) -> Cause:
     where = f"step {view.step}"
     if view.alive == "stopped":
         return Cause(rank, FROZEN, where)
-    if view.phase in _PHASES:
-        return Cause(rank, _PHASES[view.phase], where)
+    if view.phase in _LAST_PHASES:
+        return Cause(rank, _LAST_PHASES[view.phase], where)
     if view.alive == "dead":
         return Cause(rank, DEAD, where)
+    if view.phase in _PHASES:
+        return Cause(rank, _PHASES[view.phase], where)
     if waits:
         return Cause(rank, STUCK, where)
     return Cause(rank, SILENT if view.alive == "unknown" else BUSY, where)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msc.runtime.diagnosis.ring import alive, process_facts
+from msc.runtime.diagnosis.process_facts import alive, process_age_ns, process_facts
 
 INIT = "init"
 LOAD = "load"
@@ -206,15 +206,6 @@ def _attempt(raw: bytes, newest: bool) -> Attempt:
         state,
         facts["host"],
     )
-
-
-def process_age_ns() -> int:
-    """How long this process has lived; 0 where that is not known."""
-    born: int = process_facts()["born"]
-    if not born:
-        return 0
-    ticks: int = os.sysconf("SC_CLK_TCK")
-    return max(time.clock_gettime_ns(time.CLOCK_BOOTTIME) - born * 1_000_000_000 // ticks, 0)
 
 
 def _append(file: Path, facts: dict[str, Any], began_ns: int) -> memoryview[int]:

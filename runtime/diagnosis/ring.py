@@ -1,6 +1,7 @@
 """A ring of a rank's last communications in a mapped file, which outlives the process.
 
-    64 bytes   sizes, the step, the phase, and how many records there were when the step began
+    48 bytes   sizes, the step, the phase and since when, and how many records there were when the
+               step began
     JSON       the rank, its process, the names of its channels
     counts     how many communications each channel had when the step began
     records    (number, sequence, channel, kind, bytes, enter, leave), the oldest overwritten
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from msc.ir.communication import FUSED, STARTS
+from msc.runtime.diagnosis.process_facts import alive, process_facts
 from msc.runtime.diagnosis.schedule import WAIT
 
 KINDS = (WAIT, *STARTS.values(), *FUSED.values())
@@ -146,7 +148,6 @@ class RankView:
     phase: str
     step: int
     in_step: int
-    since_ns: int
     started: dict[str, int]
     records: tuple[Record, ...]
 
@@ -165,12 +166,14 @@ def read_ring(file: Path, last: int | None = None) -> RankView:
     raw = file.read_bytes()
     if len(raw) < _HEAD.size or raw[:8] != _MAGIC:
         raise ValueError(f"{file} is no ring of a rank")
-    _, size, channels, step, phase, _, since, first = _HEAD.unpack_from(raw)
+    _, size, channels, step, phase, _, _, first = _HEAD.unpack_from(raw)
     facts: dict[str, Any] = json.loads(raw[_HEAD.size : _HEAD.size + size])
     names = facts["channels"]
     counts = _HEAD.size + size
-    started = dict(zip(names, struct.unpack_from(f"<{channels}Q", raw, counts), strict=True))
     place, capacity = counts + 8 * channels, facts["capacity"]
+    if len(raw) < place + _RECORD.size * capacity:
+        raise ValueError(f"{file} is cut off")
+    started = dict(zip(names, struct.unpack_from(f"<{channels}Q", raw, counts), strict=True))
     wanted: Sequence[int] = range(capacity)
     if last is not None:
         numbers = struct.unpack(f"<{6 * capacity}Q", raw[place : place + 48 * capacity])[::6]
@@ -194,34 +197,6 @@ def read_ring(file: Path, last: int | None = None) -> RankView:
         PHASES[phase],
         step,
         in_step,
-        since,
         started,
         tuple(records),
     )
-
-
-def process_facts() -> dict[str, Any]:
-    """What says later whether this process is alive."""
-    pid = os.getpid()
-    return {"pid": pid, "born": process_start(pid), "host": os.uname().nodename}
-
-
-def alive(facts: dict[str, Any]) -> str:
-    """Whether the process of `process_facts` is; see `RankView`."""
-    if facts["host"] != os.uname().nodename:
-        return "unknown"
-    try:
-        fields = Path(f"/proc/{facts['pid']}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "dead"
-    if int(fields[19]) != facts["born"] or fields[0] in "ZX":
-        return "dead"
-    return "stopped" if fields[0] in "Tt" else "running"
-
-
-def process_start(pid: int) -> int:
-    """When a process began, in ticks since the machine did; 0 where that is not known."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0

@@ -91,8 +91,16 @@ def run_check(name: str, check: Callable[[], Check]) -> Check:
     return replace(found, seconds=time.perf_counter() - started)
 
 
-Reference = Mapping[str, Mapping[str, object]]
-"""Per check: "values", name -> number, and "facts", a list of names."""
+@dataclass(frozen=True)
+class Known:
+    """What a check has found on a sound machine: values by name, and the facts of a `Check`."""
+
+    values: Mapping[str, float]
+    facts: tuple[str, ...]
+
+
+Reference = Mapping[str, Known]
+"""By the name of the check."""
 
 
 def judge(check: Check, reference: Reference | None) -> Check:
@@ -100,21 +108,18 @@ def judge(check: Check, reference: Reference | None) -> Check:
     if check.status in (FAIL, SKIPPED):
         return check
     problems = [p for name, value in check.values.items() if (p := _beyond(name, value))]
-    known = (reference or {}).get(check.name, {})
-    numbers = known.get("values", {})
-    assert isinstance(numbers, Mapping)
-    for name, value in check.values.items():
-        if name in numbers:
-            problems += _behind(name, value, float(numbers[name]))
-    names = known.get("facts", ())
-    assert isinstance(names, (list, tuple))
-    missing = [str(fact) for fact in names if fact not in check.facts]
-    if missing:
-        problems.append(f"missing against the reference: {', '.join(missing)}")
+    known = (reference or {}).get(check.name)
+    if known is not None:
+        for name, value in check.values.items():
+            if name in known.values:
+                problems += _behind(name, value, known.values[name])
+        missing = [fact for fact in known.facts if fact not in check.facts]
+        if missing:
+            problems.append(f"missing against the reference: {', '.join(missing)}")
     if problems:
         detail = "; ".join([*problems, *([check.detail] if check.detail else [])])
         return replace(check, status=FAIL, detail=detail)
-    if check.status == MEASURED and known:
+    if check.status == MEASURED and known is not None:
         return replace(check, status=PASS)
     return check
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from msc.runtime.checkpoint.manifest import digest
-from msc.runtime.doctor.check import Check, Value, failed, measured, passed
+from msc.runtime.doctor.check import MEASURED, Check, Value, failed, measured, passed
 
 LOOKUP_S = 1.0
 """Known to be bad: a lost answer costs the resolver 5 s, and a TCPStore client looks up 4 names."""
@@ -68,7 +68,7 @@ def check_interfaces(sys_class: Path = Path("/sys/class")) -> Check:
     detail = f"up: {', '.join(up) or 'none'}" + (f"; down: {', '.join(down)}" if down else "")
     if not up:
         return failed("interfaces", detail)
-    return Check("interfaces", "measured", detail, facts=tuple(up))
+    return Check("interfaces", MEASURED, detail, facts=tuple(up))
 
 
 def _read(file: Path) -> str:

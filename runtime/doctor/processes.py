@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from msc.ir.torch_private import Store, TCPStore
+from msc.runtime.doctor.between import check_peers
 from msc.runtime.doctor.check import Check, failed
-from msc.runtime.doctor.peers import Peers, check_peers
+from msc.runtime.doctor.peers import Peers
 
 PeersOf = Callable[[Store, int, int, int, torch.device, timedelta, str], Peers]
 

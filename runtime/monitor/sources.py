@@ -83,15 +83,22 @@ class LogTail:
             if size < place:  # it was begun anew
                 place = 0
             if size > place:
-                with file.open("rb") as handle:
-                    handle.seek(place)
-                    data = handle.read(size - place)
+                data = _part(file, place, size)
                 whole = data.rpartition(b"\n")[0]  # the rest of a line comes later
                 place += len(whole) + (b"\n" in data)
                 text = whole.decode(errors="replace")
                 found += [line for line in text.splitlines() if PATTERNS.search(line)]
             self._places[file] = place
         return [line.strip()[:_LENGTH] for line in found[-_LINES:]]
+
+
+def _part(file: Path, start: int, end: int) -> bytes:
+    try:
+        with file.open("rb") as handle:
+            handle.seek(start)
+            return handle.read(end - start)
+    except OSError:  # it was removed just now, or may not be read: the next beat tries again
+        return b""
 
 
 def _size(file: Path) -> int:

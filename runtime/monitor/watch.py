@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from msc.runtime.monitor.beat import Beat, RankBeat
+from msc.runtime.monitor.usual import Band, Traffic
 
 MISSED = "missed beats"
 PROCESS = "process"
@@ -19,13 +18,9 @@ RECOVERED = "recovered"
 
 PERIOD_S = 1.0
 MISSES = 3  # beats that may be lost before anybody is told
-_WINDOWS = 32  # that a band is learned from
-_LEARN = 8  # of them, at least
 _STEPS = 4  # of a window, at least, for a beat comes in the middle of a step
 _PERIODS = 4  # of a window, at least
-_WIDE = 1.5  # the band: this much more or less than the median
 _STUCK = 5  # times the usual step
-_IN_A_ROW = 2  # windows out of the band before it is told
 
 
 @dataclass(frozen=True)
@@ -41,71 +36,6 @@ class Event:
     def __str__(self) -> str:
         who = f"node {self.node}" if self.rank < 0 else f"rank {self.rank} on {self.node}"
         return f"{self.kind}: {who}: {self.detail}"
-
-
-class Band:
-    """Learns a value that should stay, and says when it does not."""
-
-    def __init__(self) -> None:
-        self._seen: deque[float] = deque(maxlen=_WINDOWS)
-        self._out = 0
-        self._fresh = 0  # values since the median was taken
-        self.usual: float | None = None
-        self.told = False
-
-    def look(self, value: float) -> str:
-        """ "" for nothing new, what is wrong when that begins, or "again" when it has ended."""
-        usual = self.usual
-        if usual is not None and not usual / _WIDE <= value <= usual * _WIDE:
-            self._out += 1  # not learned: the band is of what is usual
-            if self._out == _IN_A_ROW and not self.told:
-                self.told = True
-                return f"{value:.4g}, usually {usual:.4g}"
-            return ""
-        self._out = 0
-        self._seen.append(value)
-        self._fresh += 1
-        if self._fresh == _LEARN:
-            self._fresh = 0
-            self.usual = statistics.median(self._seen)
-        if self.told:
-            self.told = False
-            return "again"
-        return ""
-
-
-class Traffic:
-    """Learns how many communications a rank starts in a step on each axis, which its program says.
-
-    So they are the same in every step, to the last one.
-    """
-
-    def __init__(self) -> None:
-        self._usual: dict[str, float] = {}
-        self._same = 0
-        self._out = 0
-        self.told = False
-
-    def look(self, counts: dict[str, float]) -> str:
-        """As of a `Band`."""
-        if counts == self._usual:
-            self._same += 1
-            self._out = 0
-            if self.told:
-                self.told = False
-                return "again"
-            return ""
-        if self._same < _LEARN:
-            self._usual, self._same = counts, 0
-            return ""
-        self._out += 1
-        if self._out != _IN_A_ROW or self.told:
-            return ""
-        self.told = True
-        axes = [axis for axis in counts if counts[axis] != self._usual.get(axis, 0.0)]
-        return ", ".join(
-            f"{axis} {counts[axis]:.4g}, usually {self._usual.get(axis, 0.0):.4g}" for axis in axes
-        )
 
 
 @dataclass
@@ -137,6 +67,7 @@ class Watch:
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
         self._period_s = period_s
+        self._full_s = (_PERIODS - 0.5) * period_s  # of a window
         self._nodes: dict[str, _Node] = {}
         self._looked_s: float | None = None
 
@@ -160,7 +91,6 @@ class Watch:
             for number in node.ranks:
                 found.append(Event(RECOVERED, beat.node, number, "beats come again", now_s))
         node.heard_s, node.sent_s = now_s, beat.sent_s
-        full_s = (_PERIODS - 0.5) * self._period_s  # of a window
         for rank in beat.ranks:
             known = node.ranks.get(rank.rank)
             if (
@@ -168,7 +98,10 @@ class Watch:
                 or known.stuck
                 or rank.state != known.state
                 or rank.step < known.beat.step
-                or (rank.step - known.beat.step >= _STEPS and beat.sent_s - known.at_s > full_s)
+                or (
+                    rank.step - known.beat.step >= _STEPS
+                    and beat.sent_s - known.at_s > self._full_s
+                )
             ):
                 found += self._rank(beat, node, rank, now_s)
             else:  # nearly always: there is nothing to say of it
@@ -176,7 +109,7 @@ class Watch:
                     known.stepped_s = beat.sent_s
                 known.newest = rank
         errors = sum(port[2] for port in beat.ports.values())
-        if errors != node.errors or beat.sent_s - node.ports_at[0] > full_s:
+        if errors != node.errors or beat.sent_s - node.ports_at[0] > self._full_s:
             node.errors = errors
             found += self._ports(beat, node, now_s)
         found += [Event(LOG, beat.node, -1, line, now_s) for line in beat.lines]
@@ -245,12 +178,12 @@ class Watch:
                 yield Event(RECOVERED, beat.node, new.rank, f"step {new.step} has begun", now_s)
         known.newest = new
         steps = new.step - known.beat.step
-        if steps >= _STEPS and self._is_window(beat.sent_s - known.at_s):
+        if self._is_window(steps, beat.sent_s - known.at_s):
             yield from self._window(beat, known, new, steps, now_s)
             known.at_s, known.beat = beat.sent_s, new
 
-    def _is_window(self, seconds: float) -> bool:
-        return seconds > (_PERIODS - 0.5) * self._period_s
+    def _is_window(self, steps: int, seconds: float) -> bool:
+        return steps >= _STEPS and seconds > self._full_s
 
     def _window(
         self, beat: Beat, known: _Rank, new: RankBeat, steps: int, now_s: float
@@ -272,7 +205,7 @@ class Watch:
         here = max((rank.step for rank in beat.ranks), default=0)
         if here < step or not beat.ranks:
             node.ports_at = beat.sent_s, here, node.ports
-        elif here - step >= _STEPS and self._is_window(beat.sent_s - began_s):
+        elif self._is_window(here - step, beat.sent_s - began_s):
             for name, (received, sent, _) in beat.ports.items():
                 if name in ports:
                     moved = received - ports[name][0] + sent - ports[name][1]

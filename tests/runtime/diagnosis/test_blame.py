@@ -100,9 +100,7 @@ class Fake:
             )
             for place, act in enumerate(self.acts[:done])
         )
-        return RankView(
-            self.rank, 0, self.alive, self.phase, 7, done, 0, dict(self.started), records
-        )
+        return RankView(self.rank, 0, self.alive, self.phase, 7, done, dict(self.started), records)
 
 
 def run(ranks: dict[int, Fake]) -> dict[int, Fake]:
@@ -176,6 +174,10 @@ HANGS: dict[str, tuple[str, Callable[[Fake, random.Random], Fake]]] = {
         lambda f, c: stopped(f, c, alive="dead", dies_waiting=True),
     ),
     "no data": (words.DATA, lambda f, c: replace(f, stop=0, phase="data")),
+    "killed without data": (
+        words.DEAD,
+        lambda f, c: replace(f, stop=0, phase="data", alive="dead"),
+    ),
     "a checkpoint": (words.SAVING, lambda f, c: replace(f, stop=0, phase="save")),
     "live-lock": (words.BUSY, lambda f, c: stopped(f, c)),
     "an exception": (words.FAILED, lambda f, c: stopped(f, c, phase="failed", alive="dead")),
@@ -248,7 +250,7 @@ def test_two_faults_are_both_named() -> None:
 
 
 def test_ranks_that_wait_in_a_ring() -> None:
-    view = RankView(0, 0, "running", "step", 1, 2, 0, {}, ())
+    view = RankView(0, 0, "running", "step", 1, 2, {}, ())
     wait = Record(WAIT, "b:1>0", 0, 0, 1, 0)
     views = {
         0: replace(view, records=(wait,), started={"b:1>0": 1}),

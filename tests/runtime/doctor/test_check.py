@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from msc.runtime.doctor.check import Check, Value, failed, judge, measured, passed, run_check
+from msc.runtime.doctor.check import Check, Known, Value, failed, judge, measured, passed, run_check
 
-REFERENCE = {"memory": {"values": {"bandwidth": 10.0}, "facts": []}}
+REFERENCE = {"memory": Known({"bandwidth": 10.0}, ())}
 
 
 def memory(rate: float) -> Check:
@@ -35,13 +35,13 @@ def test_without_a_reference_nothing_measured_passes() -> None:
 )
 def test_a_time_may_grow_a_little(seconds: float, status: str) -> None:
     check = passed("names", reverse=Value(seconds, "s", ceiling=1.0))
-    known = {"names": {"values": {"reverse": 0.001}, "facts": []}}
+    known = {"names": Known({"reverse": 0.001}, ())}
     assert judge(check, known).status == status
 
 
 def test_what_was_there_must_be_there() -> None:
     check = Check("interfaces", "measured", facts=("eth0",))
-    known = {"interfaces": {"values": {}, "facts": ["eth0", "mlx5_0:1"]}}
+    known = {"interfaces": Known({}, ("eth0", "mlx5_0:1"))}
     found = judge(check, known)
     assert (found.status, found.detail) == ("fail", "missing against the reference: mlx5_0:1")
 

@@ -56,7 +56,12 @@ def test_ports_as_sysfs_counts_them(tmp_path: Path) -> None:
         "OSError: [Errno 28] No space left on device",
     ],
 )
-def test_new_lines_with_known_errors_are_told_once(tmp_path: Path, line: str) -> None:
+def test_new_lines_with_known_errors_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    def unreadable(*_: object) -> None:
+        raise PermissionError("for a moment")
+
     log = tmp_path / "log"
     log.write_text(f"{line} before\n")
     tail = LogTail([log, tmp_path / "missing"])
@@ -70,3 +75,9 @@ def test_new_lines_with_known_errors_are_told_once(tmp_path: Path, line: str) ->
     assert tail.lines() == []
     log.write_text(f"{line}\n")  # begun anew, and shorter
     assert tail.lines() == [line]
+    with log.open("a") as file:
+        file.write(f"{line}!\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", unreadable)
+        assert tail.lines() == []
+    assert tail.lines() == [f"{line}!"]

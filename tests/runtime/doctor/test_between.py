@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from msc.runtime.doctor.between import rounds
 from msc.runtime.doctor.check import Check
-from msc.runtime.doctor.peers import Peers, rounds
+from msc.runtime.doctor.peers import Peers
 from msc.runtime.doctor.processes import LocalRanks
 
 NAMES = ["versions", "clocks", "pairs", "all-to-all", "all-reduce"]

@@ -7,7 +7,7 @@ from torch import Tensor
 from msc.runtime.state import RankState
 
 
-class SavedState:
+class StateCopy:
     """Holds one copy, in memory that is used again."""
 
     def __init__(self) -> None:
