@@ -158,6 +158,16 @@ class RankView:
         return last if last is not None and last.kind == WAIT and not last.leave_ns else None
 
 
+def read_pulse(file: Path) -> tuple[bytes, int] | None:
+    """What differs whenever the rank goes from one phase to the next, and its step.
+
+    Cheaper than `read_ring`; None of a ring that is just being made.
+    """
+    with file.open("rb") as handle:
+        raw = handle.read(_HEAD.size)
+    return (raw, _HEAD.unpack(raw)[3]) if len(raw) == _HEAD.size else None
+
+
 def read_ring(file: Path, last: int | None = None) -> RankView:
     """Read the ring of a rank that may be writing it, or be dead; `ValueError` for another file.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from msc.runtime.diagnosis.blame import (
     Cause,
     blame,
 )
-from msc.runtime.diagnosis.ring import RankView, read_ring
+from msc.runtime.diagnosis.ring import RankView, read_pulse, read_ring
 from msc.runtime.diagnosis.schedule import Act, from_text
 
 STILL_S = 2.5
@@ -34,7 +33,6 @@ WITHOUT_DATA_S = 60.0
 _LOOK_S = 0.5
 """Between two readings of the rings."""
 _STEPS = 8
-_HEAD = struct.Struct("<8sIIQIIQQ")
 _GUILTY = (DEAD, BUSY, MISMATCH)
 """What is said of a rank that must be replaced; who is frozen the agent sees by itself."""
 _SLOW = (DATA, SAVING)
@@ -96,12 +94,11 @@ class Health:
         """See how far the ranks are."""
         now = time.monotonic()
         for pulse in self._pulses.values():
-            with open(pulse.ring, "rb") as file:
-                raw = file.read(_HEAD.size)
-            if raw == pulse.said or len(raw) < _HEAD.size:
+            found = read_pulse(pulse.ring)
+            if found is None or found[0] == pulse.said:
                 continue
-            pulse.said, pulse.changed = raw, now
-            step = _HEAD.unpack(raw)[3]
+            pulse.changed = now
+            pulse.said, step = found
             if step > pulse.step and pulse is next(iter(self._pulses.values())):
                 if pulse.step:  # else it is the first step, which warms up
                     self._steps.append((now - self._last_step) / (step - pulse.step))
