@@ -26,7 +26,7 @@ from msc.ir.plan import Plan
 from msc.ir.recompute import MemoryBudget, as_recompute
 from msc.ir.rewrites import Rewrite
 from msc.ir.structure import output_nodes
-from msc.passes.compilation import Compilation, Settings
+from msc.passes.compilation import Compilation, Settings, StepSeconds
 from msc.passes.pipelines import TRAIN
 from msc.passes.schedules.rules import check_schedule
 from msc.passes.sharding.batch import NotSeparableError
@@ -35,6 +35,7 @@ from msc.passes.sharding.plan_of import plan_of
 from msc.program import BACKENDS, Program
 from msc.report import make_report
 from msc.runtime.memory.predict import MemoryPredictor
+from msc.runtime.simulate import simulate_program
 from msc.torch_optimizers import as_optimizer
 from msc.without_effect import without_effect
 
@@ -125,6 +126,7 @@ def compile(
     optimizer = as_optimizer(optimizer, model)
     dtype, master = _dtype(precision)
     pipeline = TRAIN.with_user_passes(passes or {})
+    cost = CostModel(None if cluster is None else Cluster.load(cluster))
     settings = Settings(
         Mesh.parse(mesh),
         micro_batches=microbatches,
@@ -132,13 +134,14 @@ def compile(
         virtual_stages=virtual_stages,
         optimizer=optimizer,
         master=master,
-        cost=CostModel(None if cluster is None else Cluster.load(cluster)),
+        cost=cost,
         memory=memory,
         plan=None if plan is None else Plan.load(plan),
         rewrites=as_rewrites(rewrites),
         recompute=as_recompute(recompute),
         fuse_collectives=fuse_collectives,
         measure=MemoryPredictor().bytes,
+        step_seconds=None if cost.cluster is None else _seconds_on(cost.cluster),
         zero=zero,
         shard_group=shard_group,
     )
@@ -314,6 +317,15 @@ def scale_loss(gm: fx.GraphModule, microbatches: int) -> None:
     scaled.meta = dict(loss.meta)
     output.args = ((scaled, *buffers),)
     gm.recompile()
+
+
+def _seconds_on(cluster: Cluster) -> StepSeconds:
+    """What a step takes on a cluster, by the simulator."""
+
+    def seconds(mesh: Mesh, tp_bounds: Sequence[int], graphs: Sequence[fx.GraphModule]) -> float:
+        return simulate_program(mesh, tp_bounds, graphs, cluster).step_seconds
+
+    return seconds
 
 
 def _not_separable(error: NotSeparableError) -> str:

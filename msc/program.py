@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +27,7 @@ from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_dump import write_dump
 from msc.report import CompileReport
 from msc.runtime.memory.predict import MemoryPredictor
-from msc.runtime.simulate import RankClass, SimulationResult, simulate
+from msc.runtime.simulate import SimulationResult, simulate_program
 from msc.runtime.state import RankState
 from msc.runtime.virtual import VirtualExecutor
 from msc.saved_tensors import SavedTensors
@@ -170,25 +169,12 @@ class Program:
         `cluster` is what `msc.Cluster.load` takes: a cluster, a JSON file, or "a100" or "h100".
         Nothing runs and no device is asked. Raises `PlanError` for what is no cluster.
         """
-        dp = self.mesh.axis_size("dp")
-        bounds = (*self.tp_bounds, self.mesh.axis_size("tp"))
-        firsts = [
-            (stage, first, (end - first) * dp)
-            for stage in range(self.mesh.axis_size("pp"))
-            for first, end in itertools.pairwise(bounds)
-        ]
-        classes = [
-            RankClass(name, self.mesh.rank({"pp": stage, "tp": first}), count, graph)
-            for name, (stage, first, count), graph in zip(
-                self.class_names, firsts, self.rank_graphs, strict=True
-            )
-        ]
-        return simulate(
+        return simulate_program(
             self.mesh,
+            self.tp_bounds,
+            self.rank_graphs,
             Cluster.load(cluster),
-            classes,
-            self.class_of,
-            model_flops=self.report.model_flops,
+            self.report.model_flops,
         )
 
     def explain(self, module: str | None = None, *, html: str | Path | None = None) -> Explanation:

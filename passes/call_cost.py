@@ -7,6 +7,7 @@ from torch import fx
 from msc.cost import call_flops, window_of
 from msc.cost.flops import is_gemm, nbytes
 from msc.cost.fused import fused_call
+from msc.cost.roofline import op_work
 from msc.ir.communication import COLLECTIVES, FUSED, WAITS, group_of
 from msc.ir.torch_private import storage_key
 from msc.ir.values import operand_nodes, tensors_of
@@ -26,6 +27,9 @@ def call_cost(node: fx.Node, settings: Settings) -> float:
         payload = max(nbytes(tensor) for tensor in (*operands, *results))
         size = settings.mesh.axis_size(group_of(node))
         return settings.cost.collective(COLLECTIVES[node.target], payload, size)
+    cluster = settings.cost.cluster
+    if cluster is not None:  # as the simulator has it, with what a launch takes
+        return op_work(node.target, operands, results, window_of(node)).seconds(cluster)
     gemm = is_gemm(node.target)
     flops = call_flops(node.target, operands, results, window_of(node)) if gemm else 0
     return settings.cost.compute(flops, sum(map(nbytes, (*operands, *results))))
@@ -34,14 +38,12 @@ def call_cost(node: fx.Node, settings: Settings) -> float:
 def _fused_cost(node: fx.Node, settings: Settings) -> float:
     """Of a collective and its GEMMs; without a cluster nothing hides behind anything."""
     call, cost = fused_call(node), settings.cost
-    by_rows, over_rows = (
-        sum(cost.compute(work.flops, work.memory_bytes) for work in works)
-        for works in (call.by_rows, call.over_rows)
-    )
     transfer = cost.collective(call.kind, call.moved_bytes, call.parts)
-    if cost.cluster is None:
-        return by_rows + over_rows + cost.compute(0.0, call.extra_bytes) + transfer
-    return call.seconds_of(cost.cluster, by_rows, over_rows, transfer)
+    if cost.cluster is not None:
+        return call.seconds(cost.cluster, transfer)
+    works = (*call.by_rows, *call.over_rows)
+    gemms = sum(cost.compute(work.flops, work.memory_bytes) for work in works)
+    return gemms + cost.compute(0.0, call.extra_bytes) + transfer
 
 
 def is_view(node: fx.Node) -> bool:

@@ -50,6 +50,14 @@ class ChooseSchedule(UnitPass):
         return 0
 
 
+def usual_schedule(unit: Compilation) -> Schedule:
+    """1F1B, whose memory bounds what "auto" may choose if nothing else does."""
+    settings = unit.settings
+    rules = rules_of("1f1b", settings.mesh.axis_size("pp"), 1, settings.micro_batches)
+    layers = _Blocks(unit).cut(rules)
+    return scheduled("1f1b", rules, layers.runs, layers.costs)
+
+
 _KEPT = (None, "value")  # results, and values of other blocks: what is there once per micro-batch
 
 

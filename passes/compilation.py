@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,9 @@ from msc.passes.sharding.pins import Pinned
 from msc.passes.sharding.placing import Placing
 from msc.passes.sharding.search import Placed
 
+StepSeconds = Callable[[Mesh, Sequence[int], Sequence[fx.GraphModule]], float]
+"""Of a mesh, the first tp coordinate of each variant, and the graphs of all classes of ranks."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -40,6 +43,7 @@ class Settings:
     placements to apply instead of searching; rewrites: changes of the mathematics, in order;
     recompute: what of the activations is recomputed in the backward; measure: the predicted bytes
     of a rank graph, for a budget (the passes do not see the code generator, whose work it models);
+    step_seconds: how long their step takes on the cluster, if there is one, to choose a schedule;
     optimizers: of the parameters that are in a group, its hyperparameters; zero: what is split over
     dp: 1 optimizer state, 2 gradients too, 3 parameters too; shard_group: among so many neighbours;
     fuse_collectives: whether collectives become one op with their GEMMs, "auto": where that pays on
@@ -66,6 +70,7 @@ class Settings:
     rewrites: tuple[Rewrite, ...] = ()
     recompute: str | MemoryBudget = "none"
     measure: Callable[[fx.GraphModule], int] | None = None
+    step_seconds: StepSeconds | None = None
     fuse_collectives: bool | str = "auto"
 
     def optimizer_of(self, name: str) -> Optimizer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from msc.passes.schedules.list_scheduler import list_schedule
 from msc.passes.schedules.rules import Rules
 from msc.passes.schedules.stages import Stages
-from msc.passes.schedules.timeline import Costs, Orders
+from msc.passes.schedules.timeline import Costs, Orders, makespan
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,11 @@ class Schedule:
     def stages(self) -> Stages:
         """Where the chunks lie."""
         return self.rules.stages
+
+    @property
+    def ends(self) -> float:
+        """When the last stage is done, at the modelled costs."""
+        return makespan(self.orders, self.stages, self.modelled)
 
     @property
     def chunk_of(self) -> dict[int, int]:

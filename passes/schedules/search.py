@@ -16,8 +16,10 @@ from msc.passes.schedules.rules import Rules, may_have, rules_of
 from msc.passes.schedules.schedule import Schedule
 from msc.passes.schedules.timeline import Costs, Orders, makespan, peak_held
 
-_MOST_VIRTUAL = 4
+_MOST_VIRTUAL = 6
 _ROUNDS = 3
+_NEARLY = 1.15
+"""An estimate is at most that wrong."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,13 @@ def ranked_schedules(
     cut: Callable[[Rules], Cut],
     memory: float | None,
 ) -> Iterator[Schedule]:
-    """The schedule that ends first of those that fit; then the rest, by when they end.
+    """The schedule that ends first of those that fit; then the rest.
 
-    The smallest comes first if none fits. Whether one fits is estimated from what blocks save; the
-    caller may know better.
+    The smallest comes first if none fits. Whether one fits is estimated from what blocks save, and
+    the caller may know better: of the rest those that fit, or nearly, come by when they end, then
+    the others by what they need.
 
-    virtual: chunks per stage, None for any number up to 4. memory: bytes of a rank.
+    virtual: chunks per stage, None for any number up to 6. memory: bytes of a rank.
     """
     if virtual is not None:
         many: tuple[int, ...] = (virtual,)
@@ -72,7 +75,10 @@ def ranked_schedules(
             found.append((needed > bound, ends, needed, number, equal))
     found.sort()
     first = found[0] if not found[0][0] else min(found, key=lambda each: each[2:])
-    rest = sorted((each for each in found if each is not first), key=lambda each: each[1:])
+    rest = sorted(
+        (each for each in found if each is not first),
+        key=lambda each: (0.0, *each[1:]) if each[2] <= _NEARLY * bound else (1.0, *each[2:]),
+    )
     named = list(candidates(num_stages, many, micro_batches, changes))
     for *_, number, equal in (first, *rest):
         name, rules, _ = named[number]

@@ -1,4 +1,4 @@
-"""Schedule "auto" under a bound: predicted memory decides, not the estimate it was chosen by."""
+"""Schedule "auto": predicted memory and simulated steps decide, not what it was estimated by."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def compiled(schedule: str, memory: int | None = None) -> msc.Program:
+def compiled(schedule: str, memory: int | None = None, **options: Any) -> msc.Program:
     model = models.GPT(width=64, heads=4, layers=4)
-    return msc.compile(model, models.tokens(), schedule=schedule, memory=memory, **OPTIONS)
+    options = {**OPTIONS, **options}
+    return msc.compile(model, models.tokens(), schedule=schedule, memory=memory, **options)
 
 
 def test_what_fits_by_name_is_found() -> None:
     needed = max(compiled("zb-v").memory_bytes())
-    assert max(compiled("auto").memory_bytes()) > needed  # the first choice does not fit
+    assert max(compiled("1f1b").memory_bytes()) > needed
     assert max(compiled("auto", needed).memory_bytes()) <= needed
 
 
@@ -34,3 +35,17 @@ def test_where_nothing_fits_the_least_is_named() -> None:
         compiled("auto", least // 2)
     needed = int(str(error.value).partition("needs ")[2].partition(" bytes")[0].replace(",", ""))
     assert needed <= least
+
+
+def test_without_a_bound_no_named_schedule_is_better_with_the_memory_of_1f1b() -> None:
+    auto, usual, other = (compiled(name) for name in ("auto", "1f1b", "zb-v"))
+    assert max(other.memory_bytes()) <= max(usual.memory_bytes())
+    assert max(auto.memory_bytes()) <= max(usual.memory_bytes())
+    assert auto.report.schedule.bubble <= other.report.schedule.bubble < usual.report.schedule.bubble
+
+
+def test_on_a_cluster_the_simulated_step_decides() -> None:
+    auto, usual, other = (compiled(name, cluster="a100") for name in ("auto", "1f1b", "zb-v"))
+    assert max(auto.memory_bytes()) <= max(usual.memory_bytes())
+    seconds = [each.simulate("a100").step_seconds for each in (auto, usual, other)]
+    assert seconds[0] <= min(seconds[1:])
