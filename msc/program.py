@@ -49,8 +49,8 @@ class Program:
 
     `rank_graph(rank)` is the step of a rank, `graphs(rank)` its flat forward and backward graphs,
     `run_virtual(batch)` one step of all ranks in this process, `simulate(cluster)` its time on a
-    cluster, `save(dir)` what `msc.load` reads. `worlds`, the largest first, are the meshes for which
-    the same call compiles it, with their micro-batches: several with `dp=*`.
+    cluster, `save(dir)` what `msc.load` reads. `worlds`, the largest first, are the meshes for
+    which the same call compiles it, with their micro-batches: several with `dp=*`.
     """
 
     def __init__(

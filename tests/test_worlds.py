@@ -85,7 +85,8 @@ def test_fewer_ranks_train_as_all(
     for ranks in fewer:
         start(monkeypatch, ranks, full)
         shrunk = build(mesh, **options)
-        assert shrunk.mesh.size == ranks and shrunk.worlds == program.worlds
+        assert shrunk.mesh.size == ranks
+        assert shrunk.worlds == program.worlds
         assert shrunk.micro_batches == options.get("microbatches", 1) * full // ranks
         assert error(train(shrunk), whole) < 1e-12
 
@@ -173,7 +174,7 @@ def test_a_model_that_more_micro_batches_would_train_otherwise_is_refused(
     program = msc.compile(Normed(tracks), batch, mesh="dp=*", microbatches=2)
     assert [world.mesh.size for world in program.worlds] == [4]
     start(monkeypatch, 2, 4)
-    with pytest.raises(PlanError, match="runs on 4 ranks only .* would train it otherwise"):
+    with pytest.raises(PlanError, match=r"runs on 4 ranks only .* would train it otherwise"):
         msc.compile(Normed(tracks), batch, mesh="dp=*")
 
 
