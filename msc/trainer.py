@@ -107,7 +107,10 @@ class Trainer:
         if self._recovery is not None and run is None:
             run = self._recovery.link.folder
         timeout = timedelta(seconds=timeout_s)
-        number = 1 if self._recovery is None else self._recovery.trainer
+        number = 1
+        if self._recovery is not None:
+            number = self._recovery.trainer
+            self._recovery.introduce(program, checkpoint is not None)
         self._join = functools.partial(join, program.mesh, device, timeout, number)
         try:
             with self._outside():
@@ -299,6 +302,18 @@ class Trainer:
             self._checkpoints.after_step(self._state, self._history)
             self._show_messages(progress.note)
             self._phase("idle")
+        if self._recovery is not None and self._recovery.gives_way(self._job, self.step):
+            self._give_way(self._recovery)
+
+    def _give_way(self, recovery: Recovery) -> None:
+        """More ranks can go on from this step: save it, and leave it to them."""
+        assert self._checkpoints is not None  # else nobody asks
+        self._phase("save")
+        complete = self._checkpoints.save_whole(self._state, self._history)
+        self._phase("idle")
+        if complete:
+            self._phase("lost")
+        recovery.give_way(self.step, complete)
 
     def _meet_again(self) -> None:
         """After another rank was lost: meet who is there now, and go back to what all have."""

@@ -342,6 +342,13 @@ class RunCheckpoints:
 
         self._snapshots.begin(values, slots, copied)
 
+    def save_whole(self, state: RankState, history: History) -> bool:
+        """Save this step and wait until it is complete; whether it is. Collective."""
+        self.save(state, history, wait=True)
+        self.flush()
+        complete = self._job.rank == 0 and self.writer.committed == state.step
+        return bool(self._share(b"complete" if complete else b"", 0))
+
     def _note(self, state: RankState, slot: int) -> Mark | None:
         """Put what is no tensor beside the slot; its mark once it is complete."""
         marks, generation = self._arena.marks, self._job.generation

@@ -41,7 +41,8 @@ class Generation:
 
     host, port: of the store, which no other generation uses; source: where the state comes from,
     None if from storage; last: the step up to which ranks train that are inside of `fit`, None if
-    none is; reached: the last step that was ever taken.
+    none is; reached: the last step that was ever taken; may_grow: whether these are fewer ranks
+    than the run was started for.
     """
 
     number: int
@@ -50,17 +51,20 @@ class Generation:
     source: MemorySource | None
     last: int | None
     reached: int
+    may_grow: bool = False
 
 
 class Link:
     """This rank's connection with the agent.
 
-    folder: of the run; journal: of its losses. `tell` may be called by any thread.
+    folder: of the run; journal: of its losses; grows: whether the agent has asked that the ranks
+    stop at a saved step, since more of them can go on. `tell` may be called by any thread.
     """
 
     def __init__(self, channel: Channel, folder: Path, journal: Journal) -> None:
         self.folder = folder
         self.journal = journal
+        self.grows = threading.Event()
         self._channel = channel
         self._joins: queue.SimpleQueue[Generation] = queue.SimpleQueue()
         self._out = threading.Event()
@@ -78,6 +82,7 @@ class Link:
         Whatever this rank had of an earlier generation must be given up before.
         """
         self._out.set()
+        self.grows.clear()
         self.tell("ready", **facts)
         generation = self._joins.get()
         self._out.clear()
@@ -96,8 +101,12 @@ class Link:
     def _listen(self) -> None:
         while (received := self._channel.receive()) is not None:
             message, files = received
-            if message.pop("event") == "join":
+            event = message.pop("event")
+            if event == "join":
                 self._joins.put(_generation(message, files))
+                continue
+            if event == "grow":
+                self.grows.set()
                 continue
             while not self._out.is_set():  # connections are opened while it waits to be heard
                 self._wake()
