@@ -151,6 +151,11 @@ class Recovery:
         if not _same(before.loss, entry.loss, rounding):
             self.link.tell("mismatch", step=step, recorded=before.loss, found=entry.loss)
 
+    def went_back(self, job: Job, step: int) -> None:
+        """What was taken after `step` was not sound: nothing must be as it was then."""
+        if job.rank == 0:
+            self.link.journal.cut(step)
+
     # -- growing back
 
     def gives_way(self, job: Job, step: int) -> bool:

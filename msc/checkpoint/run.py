@@ -63,6 +63,11 @@ class History:
         self.grad_norms[:] = other.grad_norms
         self.learning_rates[:] = other.learning_rates
 
+    def cut(self, steps: int) -> None:
+        """Forget all but the first so many steps."""
+        for values in (self.losses, self.grad_norms, self.learning_rates):
+            del values[steps:]
+
     def to_json(self) -> str:
         """As text; numbers come back bit for bit."""
         return json.dumps(self.__dict__)

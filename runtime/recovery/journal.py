@@ -71,6 +71,10 @@ class Journal:
         if before is None or before.loss != entry.loss:
             self.write(step, entry)
 
+    def cut(self, steps: int) -> None:
+        """Forget all but the first so many steps."""
+        os.ftruncate(self.handle, _HEAD.size + steps * _ENTRY.size)
+
     def first(self, count: int) -> list[Entry]:
         """Steps 1 to `count`."""
         found = [self._read(step) for step in range(1, count + 1)]
