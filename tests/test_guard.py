@@ -146,7 +146,7 @@ def test_a_value_that_comes_again_makes_the_run_skip_the_batches_before_it() -> 
 
 
 def test_a_run_that_rewinds_in_vain_stops() -> None:
-    run, executor = faulty("rewind", range(3, 100), every=8)
+    run, _ = faulty("rewind", range(3, 100), every=8)
     with run, pytest.raises(msc.TrainingError, match="gone back to step 0 3 times"):
         run.fit(8)
 
@@ -155,7 +155,7 @@ def test_a_run_must_be_able_to_rewind(tmp_path: Path) -> None:
     guard = msc.Guard(every=4, policy="rewind")
     with pytest.raises(msc.InputError, match="the data is an iterator"):
         trainer(None, guard=guard, data=iter(()))
-    with pytest.raises(msc.InputError, match="compares every 4 steps, and checkpoints .* every 2"):
+    with pytest.raises(msc.InputError, match=r"compares every 4 steps, and checkpoints .* every 2"):
         trainer(tmp_path, guard=guard, settings={"every": 2})
 
 
