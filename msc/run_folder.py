@@ -1,6 +1,6 @@
 """The folder of a run: what its ranks tell of themselves, for `msc blame` and `msc report`.
 
-run.json                  the mesh
+run.json                  the mesh that the run has now
 rank-00003.schedule.json  what rank 3 communicates in a step
 rank-00003.ring           what it has communicated last
 rank-00003.ledger         where its time went, attempt after attempt
@@ -43,6 +43,12 @@ def open_recorder(folder: Path, program: Program, rank: int) -> Recorder:
 def ledger_file(folder: Path, rank: int) -> Path:
     """Where a rank's ledger is."""
     return folder / f"rank-{rank:05d}.ledger"
+
+
+def ledger_files(folder: Path) -> dict[int, Path]:
+    """The ledgers that there are: of fewer ranks than the mesh has, or of more that it had."""
+    numbers = {int(file.stem.partition("-")[2]): file for file in folder.glob("rank-*.ledger")}
+    return dict(sorted(numbers.items()))
 
 
 def read_mesh(folder: Path) -> Mesh:
