@@ -58,6 +58,18 @@ def test_a_journal_gives_back_what_a_step_came_to_before() -> None:
     assert journal.steps == 0
 
 
+def test_a_journal_knows_on_how_many_ranks_a_step_was_taken() -> None:
+    journal = Journal.new()
+    journal.begin(1)
+    first = Entry(1.5, 2.0, 0.1, ranks=12_288)
+    journal.write(1, first)
+    journal.fill(1, Entry(1.5, 2.0, 0.1))  # from a checkpoint, which does not say
+    journal.fill(2, Entry(1.25, 2.0, 0.1))
+    assert journal.first(2) == [first, Entry(1.25, 2.0, 0.1, ranks=0)]
+    journal.cut(1)
+    assert (journal.steps, journal.first(2)) == (1, [first])
+
+
 def test_the_newest_step_is_one_that_all_have() -> None:
     arenas = [Arena(100, CPU) for _ in range(3)]
     held = {n: HeldArena(arena.handle, arena.marks_start) for n, arena in enumerate(arenas)}
