@@ -12,7 +12,8 @@ from msc.ir.dump import make_folder
 from msc.ir.errors import InputError, PlanError
 from msc.ir.torch_private import LATE_IMPORTS
 from msc.ranks import under_torchrun
-from msc.runtime.recovery.agent import Agent
+from msc.runtime.recovery.agent import run_alone
+from msc.runtime.recovery.controller import Budget
 
 __all__ = ["launch", "under_torchrun"]
 
@@ -65,15 +66,10 @@ def launch(
         raise InputError(f"There is no script {' '.join(script_args[:1]) or 'to run'}.")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with _folder(run) as folder:
-        return Agent(
-            script_args,
-            nproc,
-            folder,
-            standbys=standbys,
-            replacements=replacements,
-            restarts=restarts,
-            modules=_AHEAD,
-        ).run()
+        budget = Budget(replacements, restarts)
+        return run_alone(
+            script_args, nproc, folder, standbys=standbys, budget=budget, modules=_AHEAD
+        )
 
 
 @contextlib.contextmanager

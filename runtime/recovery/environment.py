@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import dataclass
 
 HOST = "127.0.0.1"
 
 
-def rank_environment(
-    rank: int, world: int, port: int, restarts: int, most_restarts: int
-) -> dict[str, str]:
-    """What a rank of one host finds, as under torchrun.
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks a run has, and where: `nproc` on each of `nnodes` nodes, in the nodes' order.
 
-    port: of the store, which the agent has; restarts: how often all ranks were started anew.
+    run_id: the run's name, the same on all nodes; most_restarts: how often all may be started anew.
     """
-    size = str(world)
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "ROLE_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "ROLE_NAME": "default",
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "ROLE_WORLD_SIZE": size,
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(most_restarts),
-        "TORCHELASTIC_RUN_ID": f"msc-{os.getpid()}",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+
+    nproc: int
+    nnodes: int
+    run_id: str
+    most_restarts: int
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.nproc * self.nnodes
+
+    def node_of(self, rank: int) -> int:
+        """The node that a rank is on."""
+        return rank // self.nproc
+
+    def environment(self, rank: int, host: str, port: int, restarts: int) -> dict[str, str]:
+        """What a rank finds, as under torchrun.
+
+        host, port: of the store, which the controller has; restarts: how often all ranks were
+        started anew.
+        """
+        world = str(self.world)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % self.nproc),
+            "ROLE_RANK": str(rank),
+            "GROUP_RANK": str(self.node_of(rank)),
+            "ROLE_NAME": "default",
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": str(self.nproc),
+            "ROLE_WORLD_SIZE": world,
+            "GROUP_WORLD_SIZE": str(self.nnodes),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.most_restarts),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }

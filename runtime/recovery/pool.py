@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from msc.runtime.recovery.process import Worker
@@ -27,21 +26,12 @@ Message = tuple[Worker, dict[str, Any], list[int]]
 class Pool:
     """Starts processes, hears them, and leaves none behind.
 
-    environment: what a process that is no rank yet has; standbys: how many wait, with `modules`
-    imported; tell: is told of a standby that ends.
+    standbys: how many processes wait to be a rank, with `modules` imported.
     """
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        standbys: int,
-        modules: Sequence[str],
-        tell: Callable[[str], None],
-    ) -> None:
-        self._environment = {**os.environ, **environment}
+    def __init__(self, standbys: int, modules: Sequence[str]) -> None:
         self._wanted = standbys
         self._modules = modules
-        self._tell = tell
         self._selector = selectors.DefaultSelector()
         self._standbys: list[Worker] = []
         self._doomed: dict[Worker, float] = {}  # until when they may say what failed
@@ -49,7 +39,7 @@ class Pool:
 
     def new(self) -> Worker:
         """Start a process."""
-        worker = Worker(self._environment)
+        worker = Worker()
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
         return worker
 
@@ -98,29 +88,33 @@ class Pool:
         """Whether it was given up."""
         return worker in self._doomed
 
-    @property
-    def waits_for_words(self) -> bool:
-        """Whether a process that was given up may still say what failed."""
-        return bool(self._doomed)
-
     def part_with(self, worker: Worker) -> None:
         """A process is no rank any more: kill it, unless it has yet to say what failed."""
         if worker not in self._doomed:
             self._bury(worker)
 
-    def reap(self) -> None:
-        """Look after processes that are no ranks."""
+    def reap(self) -> tuple[int, list[Worker]]:
+        """Look after processes that are no ranks.
+
+        How many standbys have ended, each of which is one less from now on; and which of those that
+        were given up are gone.
+        """
         now = time.monotonic()
-        for worker, deadline in list(self._doomed.items()):
-            if worker.poll() is not None or now > deadline:
-                del self._doomed[worker]
-                self._bury(worker)
-        for worker in [each for each in self._standbys if each.poll() is not None]:
+        over = [
+            worker
+            for worker, deadline in self._doomed.items()
+            if worker.poll() is not None or now > deadline
+        ]
+        for worker in over:
+            del self._doomed[worker]
+            self._bury(worker)
+        lost = [worker for worker in self._standbys if worker.poll() is not None]
+        for worker in lost:
             self._standbys.remove(worker)
             self._wanted -= 1
             self._bury(worker)
-            self._tell("a standby process ended before it was needed; there is no new one")
         self._left = [worker for worker in self._left if worker.children()]
+        return len(lost), over
 
     def end(self, ranks: Sequence[Worker]) -> None:
         """End every process; those that write a checkpoint may finish."""
