@@ -402,6 +402,10 @@ def run(
     restarts: Annotated[
         int, typer.Option("--restarts", help="How often all may be started anew from storage.")
     ] = 3,
+    min_ranks: Annotated[
+        int | None,
+        typer.Option("--min-ranks", help="Fewest ranks to go on with, of a program with dp=*."),
+    ] = None,
     folder: Annotated[
         Path | None, typer.Option("--run", help="Folder for events.jsonl and for msc blame.")
     ] = None,
@@ -419,6 +423,7 @@ def run(
             standbys=standby,
             replacements=replacements,
             restarts=restarts,
+            min_ranks=min_ranks,
             run=folder,
         )
         return lambda: code

@@ -28,6 +28,7 @@ def launch(
     standbys: int = 0,
     replacements: int = 0,
     restarts: int = 0,
+    min_ranks: int | None = None,
     run: str | Path | None = None,
 ) -> int:
     """Run `python *script_args` in `nproc` processes as ranks 0 to nproc-1; returns the exit code.
@@ -49,6 +50,9 @@ def launch(
             have. A new process runs the script from its beginning, so how many steps it fits must
             depend on `trainer.step`, as with checkpoints.
         restarts: how often all ranks may be started anew, from storage, where that is of no use.
+        min_ranks: the fewest ranks on which the run may go on when one cannot be replaced; None:
+            on no fewer than `nproc`. Needs a program with `dp=*`. The run grows back to all of them
+            when processes on the lost slots run again, which is tried now and then.
         run: a folder for what happens (events.jsonl) and for `msc blame`; None: one that is gone
             at the end.
     """
@@ -60,13 +64,15 @@ def launch(
     for name, count in counts.items():
         if count < 0:
             raise InputError(f"{name} is {count}; it is a count, 0 or more.")
+    if min_ranks is not None and not 1 <= min_ranks <= nproc:
+        raise InputError(f"min_ranks is {min_ranks}; it is from 1 to {nproc}, the number of ranks.")
     if standbys and not replacements + restarts:
         raise InputError(f"{standbys} standbys without replacements or restarts have no use.")
     if not script_args or not Path(script_args[0]).is_file():
         raise InputError(f"There is no script {' '.join(script_args[:1]) or 'to run'}.")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with _folder(run) as folder:
-        budget = Budget(replacements, restarts)
+        budget = Budget(replacements, restarts, min_ranks)
         return run_alone(
             script_args, nproc, folder, standbys=standbys, budget=budget, modules=_AHEAD
         )

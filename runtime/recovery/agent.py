@@ -31,8 +31,9 @@ def run_alone(
     processes wait, with `modules` imported, to take a rank. The exit code is 0, that of the rank
     that failed, or 128 and a signal.
     """
-    recovers = budget.replacements + budget.restarts > 0
-    agent = NodeAgent(arguments, folder, standbys=standbys, modules=modules, recovers=recovers)
+    agent = NodeAgent(
+        arguments, folder, standbys=standbys, modules=modules, recovers=budget.recovers
+    )
 
     def send(command: str, /, **facts: Any) -> None:
         agent.obey(command, facts)

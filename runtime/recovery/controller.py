@@ -12,10 +12,10 @@ are replaced. When all are there, the controller says which step all have in mem
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from msc.ir.torch_private import TCPStore
@@ -24,15 +24,20 @@ from msc.runtime.recovery.arenas import newest_common
 from msc.runtime.recovery.environment import Layout
 from msc.runtime.recovery.events import Events
 from msc.runtime.recovery.faults import Fault, Memory, of_exit
+from msc.runtime.recovery.growth import Growth, new_store
 from msc.runtime.recovery.health import Health
 from msc.runtime.recovery.members import Fit, Member, Stage
+from msc.runtime.recovery.places import Place, Places
 from msc.runtime.recovery.repair import Repair
 from msc.runtime.recovery.rings import what_it_did
+from msc.runtime.recovery.sizes import Size, Sizes
 
 _LEAVE_S = 2.0
 """How long a rank may take to come out of its group, or the time of two of its steps."""
 _LOST_S = 1.0
 """How long a lost connection waits for the fault that explains it."""
+_ASK_AGAIN_S = 30.0
+"""After a step could not be saved, the ranks are asked again to give way to more."""
 
 
 class Send(Protocol):
@@ -56,10 +61,20 @@ class Node:
 
 @dataclass
 class Budget:
-    """How many ranks may still be replaced, and how often all may be started anew."""
+    """What may still be done after faults.
+
+    How many ranks may be replaced, how often all may be started anew, and on how few ranks the run
+    may go on (None: on no fewer than it was started for).
+    """
 
     replacements: int
     restarts: int
+    least: int | None = None
+
+    @property
+    def recovers(self) -> bool:
+        """Whether a fault is not the end."""
+        return self.replacements + self.restarts > 0 or self.least is not None
 
 
 class Controller:
@@ -79,11 +94,16 @@ class Controller:
         self._nodes = list(nodes)
         self._host = host
         self._budget = budget
-        self._first_budget = Budget(budget.replacements, budget.restarts)
-        self._recovers = budget.replacements + budget.restarts > 0
+        self._first_budget = replace(budget)
+        self._least = layout.world if budget.least is None else budget.least
+        self._recovers = budget.recovers
+        self._sizes = Sizes()
+        self._places = Places(layout.full)
         self._events = events
         self._members: list[Member] = []
         self._processes = itertools.count()
+        self._growth = Growth(self._places, host, self._processes, events, self._give)
+        self._asked: float | None = None
         self._health = Health()
         self._memory = Memory()
         self._generation = 0
@@ -121,17 +141,35 @@ class Controller:
     # -- processes
 
     def _new_store(self) -> None:
-        patience = timedelta(minutes=5)
-        self._store = TCPStore(self._host, 0, None, True, patience, False)
+        self._store = new_store(self._host)
 
     def _node(self, rank: int) -> Node:
         return self._nodes[self._layout.node_of(rank)]
 
     def _start(self, member: Member) -> None:
-        restarts = self._first_budget.restarts - self._budget.restarts
-        environment = self._layout.environment(member.rank, self._host, self._store.port, restarts)
         self._node(member.rank).send(
-            "start", rank=member.rank, process=member.process, environment=environment
+            "start",
+            rank=member.rank,
+            process=member.process,
+            environment=self._environment(self._layout, member.rank, self._store),
+        )
+
+    def _environment(self, layout: Layout, rank: int, store: TCPStore) -> dict[str, str]:
+        restarts = self._first_budget.restarts - self._budget.restarts
+        return layout.environment(rank, self._host, store.port, restarts)
+
+    def _give(self, member: Member, command: str, store: TCPStore, /) -> None:
+        """For `Growth`."""
+        whole = self._layout.on(None)
+        node = self._nodes[whole.node_of(member.rank)]
+        if command == "drop":
+            node.send("drop", process=member.process)
+            return
+        node.send(
+            "try",
+            rank=member.rank,
+            process=member.process,
+            environment=self._environment(whole, member.rank, store),
         )
 
     def _replace(self, member: Member, repair: Repair) -> None:
@@ -163,8 +201,12 @@ class Controller:
         elif event == "silent":
             self._speaking.discard(report["process"])
         else:
-            member = self._members[report.pop("rank")]
-            if member.process == report.pop("process"):
+            rank, process = report.pop("rank"), report.pop("process")
+            what = report["what"] if event == "told" else event
+            if self._growth.hear(process, what, report.get("facts", {}), time.monotonic()):
+                return
+            member = self._members[rank] if rank < self._world else None
+            if member is not None and member.process == process:
                 self._hear_of(member, event, report)
 
     def _hear_of(self, member: Member, event: str, report: dict[str, Any]) -> None:
@@ -208,6 +250,17 @@ class Controller:
             if member.stage is Stage.RUNS and member.fit is not None:
                 self._lost = self._lost or time.monotonic()  # it came out by itself
             member.stage = Stage.WAITS
+            self._places.met(self._layout.places[member.rank])
+        elif event == "program":
+            self._sizes.hear(**facts)
+        elif event == "gave way":
+            self._grow(facts["step"])
+        elif event == "goes on":
+            self._asked = time.monotonic() + _ASK_AGAIN_S
+            self._events.say(
+                f"generation {self._generation}: step {facts['step']} was not saved, so that the "
+                "run does not grow back now"
+            )
         elif event == "restored":
             self._restored(member, facts)
         elif event == "fit":
@@ -331,7 +384,11 @@ class Controller:
         for fault in faults:
             self._events.record("fault", generation=self._generation, **vars(fault))
         dead = {fault.rank for fault in faults if fault.rank is not None}
+        failing = self._failing(faults)
         hopeless = self._memory.hopeless(faults) if self._recovers else ""
+        if failing and not any(fault.final for fault in faults):
+            if self._go_on_without(failing, faults):
+                return
         if not self._recovers or hopeless:
             self._end = faults[0], hopeless
             return
@@ -349,13 +406,109 @@ class Controller:
         else:
             first = self._first_budget
             why = f"all of its {first.replacements} replacements and {first.restarts} restarts"
-            self._end = faults[0], f"{why} are used"
+            lost = {self._layout.places[rank] for rank in dead}
+            if not self._go_on_without(lost, faults):
+                self._end = faults[0], f"{why} are used{self._why_not_fewer(len(lost))}"
             return
         for fault in faults:
             self._events.say(f"generation {self._generation}: {fault}; {then}")
         if self._repair is None:
             self._repair = Repair(faults)
         self._take_apart(kept, self._repair)
+
+    # -- fewer ranks, and more again
+
+    def _failing(self, faults: Sequence[Fault]) -> set[Place]:
+        """The places whose processes end again and again before they meet the others."""
+        found = set()
+        for fault in faults:
+            if fault.rank is not None and self._members[fault.rank].stage is Stage.STARTS:
+                place = self._layout.places[fault.rank]
+                if self._places.ended_early(place):
+                    found.add(place)
+        return found
+
+    def _go_on_without(self, lost: set[Place], faults: Sequence[Fault]) -> bool:
+        """Start all ranks anew on other places, fewer if there are no others; whether it can be."""
+        usable = [place for place in self._places.usable if place not in lost]
+        size = self._sizes.largest(len(usable), self._least)
+        whole = len(self._places.full)
+        if not lost or size is None or self._least >= whole:
+            return False
+        for place in sorted(lost):
+            self._places.lose(place, time.monotonic())
+        for fault in faults:
+            self._events.say(f"generation {self._generation}: {fault}; it cannot be replaced")
+        self._tell_size(size, sorted(lost))
+        if self._repair is None:
+            self._repair = Repair(list(faults))
+        self._new_store()  # closes the one before
+        self._move(self._layout.on(self._places.choose(size.ranks)), {}, self._repair)
+        return True
+
+    def _why_not_fewer(self, lost: int) -> str:
+        if not lost or self._least >= len(self._places.full):
+            return ""
+        why = self._sizes.why_not(len(self._places.usable) - lost, self._least)
+        return f", and it cannot go on with fewer ranks: {why}"
+
+    def _tell_size(self, size: Size, lost: Sequence[Place]) -> None:
+        whole, before = len(self._places.full), self._sizes.of(self._world) or size
+        self._events.record(
+            "ranks",
+            generation=self._generation,
+            ranks=size.ranks,
+            of=whole,
+            dp=[before.dp, size.dp],
+            micro_batches=[before.micro_batches, size.micro_batches],
+            lost=lost,
+        )
+        without = f" without {', '.join(map(str, lost))}" if lost else ""
+        self._events.say(
+            f"generation {self._generation}: the run goes on with {size.ranks} of {whole} ranks"
+            f"{without}: dp {before.dp} -> {size.dp}, micro-batches {before.micro_batches} -> "
+            f"{size.micro_batches}; all ranks are started anew, with the state in storage"
+        )
+
+    def _move(self, layout: Layout, arrived: Mapping[int, Member], repair: Repair) -> None:
+        """Start all ranks anew where `layout` says, but for those whose processes are there."""
+        for member in self._members:
+            self._node(member.rank).send("stop", rank=member.rank)
+        self._layout, self._world = layout, layout.world
+        self._health, self._memory = Health(), Memory()
+        self._from_storage = True
+        self._forget_snapshots()
+        self._members = []
+        for rank in range(self._world):
+            if rank in arrived:
+                self._members.append(arrived[rank])
+                self._node(rank).send("adopt", process=arrived[rank].process)
+            else:
+                self._members.append(Member(rank, next(self._processes)))
+                self._start(self._members[rank])
+        repair.replaced = set(range(self._world))
+
+    def _try_to_grow(self, now: float) -> None:
+        """All ranks train: try lost places, and ask the ranks to stop when all are back."""
+        if self._world == len(self._places.full) or not self._sizes.saved:
+            return
+        self._growth.turn(now)
+        if self._growth.is_complete and (self._asked is None or now >= self._asked):
+            self._asked = math.inf
+            self._node(0).send("grow", rank=0)
+
+    def _grow(self, step: int) -> None:
+        """The state of `step` is saved, and all ranks wait to be ended."""
+        size = self._sizes.of(len(self._places.full))
+        assert size is not None, "the run was started for it"
+        self._tell_size(size, [])
+        self._news.clear()
+        self._lost = None
+        self._repair = Repair([])
+        self._store, arrived = self._growth.take()
+        self._move(self._layout.on(None), arrived, self._repair)
+
+    # -- taking a generation apart
 
     def _take_apart(self, kept: Sequence[Member], repair: Repair) -> None:
         patience = max(_LEAVE_S, 2 * self._health.slow_step_s())
@@ -401,8 +554,9 @@ class Controller:
             return
         if all(member.stage is Stage.WAITS for member in self._members):
             self._form()
-        if repair is None and not self._calm:
-            if all(member.stage is Stage.RUNS for member in self._members):
+        if repair is None and all(member.stage is Stage.RUNS for member in self._members):
+            self._try_to_grow(now)
+            if not self._calm:
                 self._calm = True
                 for node in self._nodes:
                     node.send("stand by")
@@ -415,6 +569,7 @@ class Controller:
         self._from_storage = False
         self._calm = False
         self._lost = None
+        self._asked = None
         for member in self._members:
             member.stage = Stage.JOINS
         for node in self._nodes:
@@ -428,6 +583,7 @@ class Controller:
                 slots=slots,
                 last=inside[0].last if inside else None,
                 reached=self._reached,
+                may_grow=self._world < len(self._places.full),
             )
         if self._repair is not None:
             self._repair.joined = time.monotonic()

@@ -83,6 +83,7 @@ class NodeAgent:
         self._pool = Pool(standbys, modules)
         self._journal = Journal.new()
         self._ranks: dict[int, LocalRank] = {}
+        self._tries: dict[int, LocalRank] = {}  # by process; they wait to be ranks
         self._arenas: dict[int, HeldArena] = {}
         self._rings = Rings()
         self._last_words: dict[Worker, int] = {}
@@ -90,6 +91,11 @@ class NodeAgent:
         self._next_pulse = 0.0
         self._commands: dict[str, Callable[..., None]] = {
             "start": self._start,
+            "stop": self._stop,
+            "try": self._try,
+            "drop": self._drop,
+            "adopt": self._adopt,
+            "grow": self._grow,
             "leave": self._leave,
             "join": self._join,
             "forget snapshots": self._forget_snapshots,
@@ -111,8 +117,8 @@ class NodeAgent:
 
     def end(self) -> None:
         """End all processes."""
-        self._pool.end([each.worker for each in self._ranks.values()])
-        for rank in self._ranks.values():
+        self._pool.end([each.worker for each in self._all()])
+        for rank in self._all():
             rank.withdraw()
         self._forget_snapshots()
 
@@ -122,13 +128,41 @@ class NodeAgent:
         """Give a rank to a process, in place of the one that has it."""
         before = self._ranks.get(rank)
         if before is not None:
-            self._pool.part_with(before.worker)
-            before.withdraw()
+            self._give_up(before)
         worker, stood_by = self._pool.take()
         self._ranks[rank] = LocalRank(rank, process, worker)
         journal = self._journal.handle if self._recovers else None
         worker.start(self._arguments, environment, self._folder, journal)
         self._report("started", rank=rank, process=process, stood_by=stood_by)
+
+    def _all(self) -> list[LocalRank]:
+        return [*self._ranks.values(), *self._tries.values()]
+
+    def _stop(self, rank: int) -> None:
+        """A rank is not here any more."""
+        self._rings.forget(rank)
+        self._give_up(self._ranks.pop(rank))
+
+    def _give_up(self, rank: LocalRank) -> None:
+        self._pool.part_with(rank.worker)
+        rank.withdraw()
+
+    def _try(self, rank: int, process: int, environment: Mapping[str, str]) -> None:
+        """Start a process that may become a rank later."""
+        worker = self._pool.new()
+        self._tries[process] = LocalRank(rank, process, worker)
+        worker.start(self._arguments, environment, self._folder, self._journal.handle)
+
+    def _drop(self, process: int) -> None:
+        self._give_up(self._tries.pop(process))
+
+    def _adopt(self, process: int) -> None:
+        """A process that was tried is a rank now."""
+        found = self._tries.pop(process)
+        self._ranks[found.rank] = found
+
+    def _grow(self, rank: int) -> None:
+        self._ranks[rank].worker.channel.send("grow", wait=False)
 
     def _leave(self, rank: int) -> None:
         self._ranks[rank].worker.channel.send("leave", wait=False)
@@ -142,6 +176,7 @@ class NodeAgent:
         slots: Sequence[int],
         last: int | None,
         reached: int,
+        may_grow: bool,
     ) -> None:
         """All ranks form a generation; with the state of `step`, which is in these slots."""
         source = None if step is None else {"step": step, "slots": list(slots)}
@@ -156,6 +191,7 @@ class NodeAgent:
                 source=source,
                 last=last,
                 reached=reached,
+                may_grow=may_grow,
             )
 
     def _forget_snapshots(self) -> None:
@@ -174,7 +210,7 @@ class NodeAgent:
             worker.warm = event == "warm"
             self._report("standby", pid=worker.pid)
             return
-        rank = next((each for each in self._ranks.values() if each.worker is worker), None)
+        rank = next((each for each in self._all() if each.worker is worker), None)
         if rank is None or self._pool.is_doomed(worker):
             for handle in files:
                 os.close(handle)
@@ -203,7 +239,7 @@ class NodeAgent:
 
     def _reap(self) -> None:
         now = time.monotonic()
-        for rank in self._ranks.values():
+        for rank in self._all():
             code = rank.worker.poll()
             before, rank.seen = rank.seen, now
             if code is None or rank.over or self._pool.is_doomed(rank.worker):
@@ -219,7 +255,7 @@ class NodeAgent:
     def _look(self) -> None:
         """Find who is frozen, and say how far the others are."""
         now = time.monotonic()
-        for rank in self._ranks.values():
+        for rank in self._all():
             if rank.over or not rank.worker.stopped():
                 rank.stopped = None
             elif rank.stopped is None:

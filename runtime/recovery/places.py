@@ -40,6 +40,12 @@ class Places:
         """Those that are not lost, in order."""
         return [place for place in self.full if place not in self._next]
 
+    def choose(self, count: int) -> list[Place]:
+        """So many that are not lost, in order: of the nodes with the most, so that few are cut."""
+        usable = self.usable
+        left = Counter(place.node for place in usable)
+        return sorted(sorted(usable, key=lambda p: (-left[p.node], p))[:count])
+
     def ended_early(self, place: Place) -> bool:
         """A process there has ended before it met the others; whether the place is lost by that."""
         self._early[place] += 1
