@@ -1,91 +1,24 @@
 """What the test of fewer ranks runs in every rank: python growth_job.py FOLDER
 
-Trains to STEPS with as many dp ranks as there are, and checkpoints in FOLDER/saves; rank 0's
-findings go to FOLDER/found. In step BREAKS slot 3 breaks: the process there is killed, and others
-that start there end at once. In step HEALS, while fewer ranks train, it is sound again, and they
-wait until that is known.
+On slot 3 it ends at once while FOLDER/broken is there, before anything slow is imported.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
-FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()
-BROKEN = FOLDER / "broken"
-STEPS, BREAKS, HEALS = 14, 5, 9
-if __name__ == "__main__" and os.environ["LOCAL_RANK"] == "3" and BROKEN.exists():
-    sys.exit(9)
-
-import msc  # noqa: E402
-from msc.program import Program  # noqa: E402
-from msc.runtime.recovery.link import current  # noqa: E402
-from tests.checkpoint.job import VOCABULARY, Rows, tokens  # noqa: E402
-
-OPTIMIZER = msc.AdamW(lr=1e-2, weight_decay=0.1, max_norm=1.0, eps=1e-4)
-
-
-class Model(nn.Module):
-    """Small, for many processes compile it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 8)
-        self.drop = nn.Dropout(0.1)
-        self.head = nn.Linear(8, VOCABULARY)
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        logits = self.head(self.drop(self.embed(ids)))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def build(mesh: str) -> Program:
-    torch.manual_seed(0)
-    options = {"optimizer": OPTIMIZER, "precision": "float64", "zero": 1}
-    return msc.compile(Model(), tokens(), mesh=mesh, **options)
-
-
-class Data(Rows):
-    """The rows of the tests of checkpoints, and what happens to slot 3; notes who asks for them."""
-
-    def rows(self, step: int, indices: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        ranks = int(os.environ["WORLD_SIZE"])
-        if step == BREAKS and os.environ["LOCAL_RANK"] == "3":
-            BROKEN.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if step == HEALS and ranks == 2 and os.environ["RANK"] == "0":
-            BROKEN.unlink(missing_ok=True)
-            link = current()
-            assert link is not None
-            while "place is back" not in (link.folder / "events.jsonl").read_text():
-                time.sleep(0.05)
-        if os.environ["RANK"] == "0":
-            with (FOLDER / "ranks").open("a") as file:
-                file.write(f"{step} {ranks} {len(indices)}\n")
-        return super().rows(step, indices)
+BROKEN = "broken"
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    saves = msc.Checkpoint(FOLDER / "saves", every=2, keep=2)
-    guard = msc.Guard(every=1)
-    with msc.Trainer(build("dp=*"), Data(), log=False, checkpoint=saves, guard=guard) as trainer:
-        trainer.fit(max(0, STEPS - trainer.step))
-        found = {
-            "losses": torch.tensor(trainer.losses),
-            "norms": torch.tensor(trainer.grad_norms),
-            **trainer.state_dict(),
-        }
-    if trainer.rank == 0:
-        torch.save(found, FOLDER / "found")
+    folder = Path(sys.argv[1])
+    if os.environ["LOCAL_RANK"] == "3" and (folder / BROKEN).exists():
+        sys.exit(9)
+    from tests.recovery import growth
+
+    growth.main(folder)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from msc.run_folder import diagnose
 from msc.run_report import report_text, run_accounts
 from msc.runtime.recovery.events import read_events
 from tests.checkpoint.job import Rows
-from tests.recovery import growth_job
+from tests.recovery import growth, growth_job
 
 pytestmark = pytest.mark.gloo
 ROOT = Path(__file__).parents[2]
@@ -46,15 +46,15 @@ def test_four_ranks_become_two_and_four_again(tmp_path: Path) -> None:
     steps = [tuple(map(int, line.split())) for line in lines]
     assert {rows for _, ranks, rows in steps if ranks == 2} == {4}
     fewer = [step for step, ranks, _ in steps if ranks == 2]
-    assert min(fewer) >= growth_job.BREAKS - 3  # at most the steps between two saves are lost
+    assert min(fewer) >= growth.BREAKS - 3  # at most the steps between two saves are lost
     back = steps[steps.index((max(fewer), 2, 4)) + 1 :]
     assert [(step, ranks) for step, ranks, _ in back] == [
-        (step, 4) for step in range(max(fewer) + 1, growth_job.STEPS)
+        (step, 4) for step in range(max(fewer) + 1, growth.STEPS)
     ]  # nothing is taken twice when it grows
 
     found = torch.load(tmp_path / "found")
-    with msc.Trainer(growth_job.build(""), Rows(), log=False) as whole:
-        whole.fit(growth_job.STEPS)
+    with msc.Trainer(growth.build(""), Rows(), log=False) as whole:
+        whole.fit(growth.STEPS)
         expected = {
             "losses": torch.tensor(whole.losses),
             "norms": torch.tensor(whole.grad_norms),
