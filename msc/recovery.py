@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ class Recovery:
         self.inside = False
         self._calls = 0
         self._caught_up = 0  # the last generation of which it was told
+        self._keeps_journal = os.environ["LOCAL_RANK"] == "0"  # for all ranks of its host
 
     @staticmethod
     def of_process() -> Recovery | None:
@@ -40,7 +42,7 @@ class Recovery:
     def begin(self, job: Job, wake: Callable[[], None]) -> None:
         """This rank has its groups; `wake` ends every wait for another rank."""
         self.link.on_leave(wake)
-        if job.rank == 0:
+        if self._keeps_journal:
             self.link.journal.begin(self.trainer)
 
     def history(self, step: int) -> History:
@@ -60,9 +62,9 @@ class Recovery:
             return
         source = "the beginning" if not history.losses else "storage"
         if generation.source is not None:
-            source = "memory"
+            source = generation.source.text
             generation.source.close()
-        elif job.rank == 0:
+        elif self._keeps_journal:
             for step, loss in enumerate(history.losses, 1):
                 norm = history.grad_norms[step - 1] if history.grad_norms else None
                 self.link.journal.write(step, Entry(loss, norm, history.learning_rates[step - 1]))
@@ -114,9 +116,9 @@ class Recovery:
 
     def record(self, job: Job, step: int, entry: Entry) -> None:
         """Note what a step came to, and say so if it came to something else before."""
-        if job.rank:
-            return  # the loss is the same on all
         self.tell_step(job, step)
+        if not self._keeps_journal:
+            return  # the loss is the same on all
         before = self.link.journal.write(step, entry)
         if before is not None and not _same(before.loss, entry.loss):
             self.link.tell("mismatch", step=step, recorded=before.loss, found=entry.loss)
