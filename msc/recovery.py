@@ -59,7 +59,7 @@ class Recovery:
     def begin(self, job: Job, wake: Callable[[], None]) -> None:
         """This rank has its groups; `wake` ends every wait for another rank."""
         self.link.on_leave(wake)
-        if job.rank == 0:
+        if _keeps_journal(job):
             self.link.journal.begin(self.trainer)
 
     def history(self, step: int) -> History:
@@ -83,9 +83,9 @@ class Recovery:
             job.store.set(_STOP_AFTER, "-1")
         source = "the beginning" if not history.losses else "storage"
         if generation.source is not None:
-            source = "memory"
+            source = generation.source.text
             generation.source.close()
-        elif job.rank == 0:
+        elif generation.keeps_journal:
             for step, loss in enumerate(history.losses, 1):
                 norm = history.grad_norms[step - 1] if history.grad_norms else None
                 self.link.journal.fill(step, Entry(loss, norm, history.learning_rates[step - 1]))
@@ -140,9 +140,9 @@ class Recovery:
 
         On as many ranks as before it must be the same to the last bit, else within rounding.
         """
-        if job.rank:
-            return  # the loss is the same on all
         self.tell_step(job, step)
+        if not _keeps_journal(job):
+            return  # the loss is the same on all
         before = self.link.journal.write(step, replace(entry, ranks=job.mesh.size))
         if before is None:
             return
@@ -153,7 +153,7 @@ class Recovery:
 
     def went_back(self, job: Job, step: int) -> None:
         """What was taken after `step` was not sound: nothing must be as it was then."""
-        if job.rank == 0:
+        if _keeps_journal(job):
             self.link.journal.cut(step)
 
     # -- growing back
@@ -202,6 +202,11 @@ class Recovery:
             if is_lost_peer(error):
                 self.link.surrender("lost")
             raise
+
+
+def _keeps_journal(job: Job) -> bool:
+    """Whether this rank writes the journal of its host."""
+    return job.generation is not None and job.generation.keeps_journal
 
 
 def _same(one: float, other: float, rounding: float) -> bool:

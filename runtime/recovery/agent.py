@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from msc.runtime.recovery.controller import Budget, Controller, Node
+from msc.runtime.recovery.controller import Budget, Controller
 from msc.runtime.recovery.environment import HOST, Layout
 from msc.runtime.recovery.events import Events
 from msc.runtime.recovery.node import NodeAgent
+from msc.runtime.recovery.roster import Node
 
 
 def run_alone(
@@ -40,10 +41,11 @@ def run_alone(
 
     node = Node(send)
     layout = Layout(nproc, 1, f"msc-{os.getpid()}", budget.restarts)
-    controller = Controller(layout, [node], HOST, budget, Events(folder))
+    controller = Controller(layout, HOST, budget, Events(folder))
+    controller.joins(node, agent.state())
     with signals() as got:
         try:
-            controller.begin()
+            controller.turn()  # starts all ranks
             while controller.code is None:
                 agent.turn()
                 while agent.reports:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -30,29 +30,29 @@ class Growth:
     """Tries lost places: each by a process that runs the script as one of all ranks.
 
     A place is back when its process has a program and waits for the others, so that what will run
-    there has been tried, and is compiled by then. host: of the stores; processes: their numbers;
+    there has been tried, and is compiled by then. host: of the stores; number: of a new process;
     give: "try" or "drop" a process.
     """
 
     def __init__(
-        self, places: Places, host: str, processes: Iterator[int], events: Events, give: Give
+        self, places: Places, host: str, number: Callable[[], int], events: Events, give: Give
     ) -> None:
         self._places = places
         self._host = host
-        self._processes = processes
+        self._number = number
         self._events = events
         self._give = give
         self._tries: dict[Place, Member] = {}
         self._store: TCPStore | None = None
 
-    def turn(self, now: float) -> None:
-        """Start a process on each lost place whose time has come."""
+    def turn(self, now: float, nodes: Collection[int]) -> None:
+        """Start a process on each lost place of these nodes whose time has come."""
         for place in self._places.to_try(now):
-            if place in self._tries:
+            if place in self._tries or place.node not in nodes:
                 continue
             if self._store is None:
                 self._store = new_store(self._host)
-            member = Member(self._places.full.index(place), next(self._processes))
+            member = Member(self._places.full.index(place), self._number())
             self._tries[place] = member
             self._give(member, "try", self._store)
 
@@ -73,6 +73,12 @@ class Growth:
             self._places.lose(place, now)
             self._events.record("tried in vain", node=place.node, slot=place.slot, what=event)
         return True
+
+    def lose(self, node: int, now: float) -> None:
+        """A node is gone, and what was tried there."""
+        for place in [place for place in self._tries if place.node == node]:
+            del self._tries[place]
+            self._places.lose(place, now)
 
     @property
     def is_complete(self) -> bool:

@@ -51,6 +51,15 @@ class Journal:
             os.ftruncate(self.handle, 0)
             os.pwrite(self.handle, _HEAD.pack(trainer), 0)
 
+    def replace(self, data: bytes) -> None:
+        """Take over all that the journal of another host has."""
+        os.ftruncate(self.handle, 0)
+        os.pwrite(self.handle, data, 0)
+
+    def clear(self) -> None:
+        """Forget all."""
+        os.ftruncate(self.handle, 0)
+
     @property
     def steps(self) -> int:
         """How many steps were ever taken."""

@@ -9,6 +9,7 @@ from enum import Enum
 class Stage(Enum):
     """What a rank does."""
 
+    HOMELESS = "has no node"  # and so no process: it waits for one
     STARTS = "starts"  # its process runs the script and has no Trainer yet
     WAITS = "waits"  # for the generation to form
     JOINS = "joins"  # makes its groups and gets its state

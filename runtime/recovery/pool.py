@@ -26,12 +26,12 @@ Message = tuple[Worker, dict[str, Any], list[int]]
 class Pool:
     """Starts processes, hears them, and leaves none behind.
 
-    standbys: how many processes wait to be a rank, with `modules` imported.
+    modules: what a process imports that waits to be a rank.
     """
 
-    def __init__(self, standbys: int, modules: Sequence[str]) -> None:
-        self._wanted = standbys
+    def __init__(self, modules: Sequence[str]) -> None:
         self._modules = modules
+        self._died = 0  # of those that wait, as the next would
         self._selector = selectors.DefaultSelector()
         self._standbys: list[Worker] = []
         self._doomed: dict[Worker, float] = {}  # until when they may say what failed
@@ -51,9 +51,17 @@ class Pool:
         self._standbys.remove(worker)
         return worker, True
 
-    def stand_by(self) -> None:
-        """Start as many that wait as there should be."""
-        while len(self._standbys) < self._wanted:
+    def listen(self, file: Any) -> None:
+        """Let `heard` also end its wait when `file` can be read."""
+        self._selector.register(file, selectors.EVENT_READ)
+
+    def ignore(self, file: Any) -> None:
+        """Take back `listen`."""
+        self._selector.unregister(file)
+
+    def stand_by(self, count: int) -> None:
+        """Let `count` processes wait, less those that have ended while they did."""
+        while len(self._standbys) < count - self._died:
             worker = self.new()
             worker.stand_by(self._modules)
             self._standbys.append(worker)
@@ -66,6 +74,8 @@ class Pool:
         """What processes tell, with the files that come along; waits a tick for the first."""
         closing = False
         for key, _ in self._selector.select(TICK_S):
+            if key.data is None:
+                continue
             received = key.data.channel.receive()
             if received is None:
                 self.forget(key.data)
@@ -111,7 +121,7 @@ class Pool:
         lost = [worker for worker in self._standbys if worker.poll() is not None]
         for worker in lost:
             self._standbys.remove(worker)
-            self._wanted -= 1
+            self._died += 1
             self._bury(worker)
         self._left = [worker for worker in self._left if worker.children()]
         return len(lost), over

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
@@ -23,6 +23,18 @@ class Sizes:
     def __init__(self) -> None:
         self._sizes: list[Size] | None = None
         self.saved = True
+
+    def to_data(self) -> list[Any]:
+        """As JSON, for `from_data`."""
+        return [self._sizes, self.saved]
+
+    @staticmethod
+    def from_data(data: Sequence[Any]) -> Sizes:
+        """What `to_data` has made."""
+        found = Sizes()
+        sizes, found.saved = data
+        found._sizes = None if sizes is None else [Size(*size) for size in sizes]
+        return found
 
     def hear(self, worlds: Sequence[Sequence[int]], saves: bool) -> None:
         """A rank tells of a program: its sizes, the largest first."""
