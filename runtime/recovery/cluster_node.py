@@ -205,7 +205,9 @@ class ClusterNode:
 
     def _part(self, wire: Wire) -> None:
         if self._code is None:
-            _say("the controller of the run does not answer; ranks go on, and it is looked for")
+            _say("the connection with the run's controller is lost; ranks go on, it is looked for")
+        if self._controller is not None and time.monotonic() - wire.heard > SILENT_S:
+            self._controller.kill()  # it is frozen, and is to be started anew
         self._agent.pool.ignore(wire)
         wire.close()
         self._wire = None

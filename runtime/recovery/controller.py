@@ -523,9 +523,9 @@ class Controller:
                 why = f"all of its {first.replacements} replacements and {first.restarts} restarts"
                 self._end = faults[0], f"{why} are used{self._why_not_fewer(len(gone))}"
             return
-        self._seat()
         for fault in faults:
             self._events.say(f"generation {self._generation}: {fault}; {then}")
+        self._seat()
         for index in range(self._layout.nnodes):
             if index not in self._roster.seated:
                 self._events.say(
