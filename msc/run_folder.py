@@ -32,6 +32,9 @@ def open_recorder(folder: Path, program: Program, rank: int) -> Recorder:
     if rank == 0:
         text = json.dumps({"mesh": [list(axis) for axis in program.mesh]})
         (folder / _RUN).write_text(text + "\n")
+        for number, ring in _numbered(folder, ".ring").items():
+            if number >= program.mesh.size:  # of a rank that the run has no more
+                ring.unlink(missing_ok=True)
     ring_file, file = ring_files(folder, rank)
     file.write_text(to_text(schedule))
     channels = sorted({act.channel for act in schedule})
@@ -47,8 +50,13 @@ def ledger_file(folder: Path, rank: int) -> Path:
 
 def ledger_files(folder: Path) -> dict[int, Path]:
     """The ledgers that there are: of fewer ranks than the mesh has, or of more that it had."""
-    numbers = {int(file.stem.partition("-")[2]): file for file in folder.glob("rank-*.ledger")}
-    return dict(sorted(numbers.items()))
+    return _numbered(folder, ".ledger")
+
+
+def _numbered(folder: Path, suffix: str) -> dict[int, Path]:
+    """Rank -> its file of this kind."""
+    files = sorted(folder.glob(f"rank-{'[0-9]' * 5}*{suffix}"))
+    return {int(file.stem.removeprefix("rank-")): file for file in files}
 
 
 def read_mesh(folder: Path) -> Mesh:
