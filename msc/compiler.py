@@ -41,6 +41,7 @@ from msc.worlds import Worlds, worlds_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 MIXED = "bf16-mixed"
+_NO_SUM = "its loss is not a sum over samples"
 
 
 def compile(
@@ -166,7 +167,7 @@ def compile(
     try:
         pipeline.run(unit)
     except NotSeparableError as error:
-        worlds = worlds.only_here("its loss is not a sum over samples")
+        worlds = worlds.only_here(_NO_SUM)
         notes.append(_not_separable(error))
         settings = replace(settings, separable=False)
         part = per_micro_batch(captured, inputs, settings.micro_batches)
@@ -174,6 +175,8 @@ def compile(
         unit = new_unit(again, settings, captured)
         scale_loss(unit.graphs["forward"], settings.micro_batches)
         pipeline.run(unit)
+    if unit.joins_samples:
+        worlds = worlds.only_here(_NO_SUM)
     if not unit.rank_graphs:
         raise UserError(
             f"Compilation stopped after pass '{unit.log[-1].name}', as {flags.STOP_AFTER.name} "

@@ -32,9 +32,9 @@ def open_recorder(folder: Path, program: Program, rank: int) -> Recorder:
     if rank == 0:
         text = json.dumps({"mesh": [list(axis) for axis in program.mesh]})
         (folder / _RUN).write_text(text + "\n")
-        for number, ring in _numbered(folder, ".ring").items():
+        for number, old in _numbered(folder, ".ring").items():
             if number >= program.mesh.size:  # of a rank that the run has no more
-                ring.unlink(missing_ok=True)
+                old.unlink(missing_ok=True)
     ring_file, file = ring_files(folder, rank)
     file.write_text(to_text(schedule))
     channels = sorted({act.channel for act in schedule})
