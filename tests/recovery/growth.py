@@ -2,8 +2,8 @@
 
 It trains to STEPS with as many dp ranks as there are, and checkpoints in FOLDER/saves; rank 0's
 findings go to FOLDER/found. In step BREAKS slot 3 breaks: the process there is killed, and others
-that start there end at once. In step HEALS, while fewer ranks train, it is sound again, and they
-wait until that is known.
+that start there end at once. From step HEALS on, while fewer ranks train, it is sound again, and
+they wait until that is known.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from msc.runtime.recovery.link import current
 from tests.checkpoint.job import VOCABULARY, Rows, tokens
 from tests.recovery.growth_job import BROKEN
 
-STEPS, BREAKS, HEALS = 14, 5, 9
+STEPS, BREAKS, HEALS = 16, 5, 8
 OPTIMIZER = msc.AdamW(lr=1e-2, weight_decay=0.1, max_norm=1.0, eps=1e-4)
 
 
@@ -61,16 +61,22 @@ class Data(Rows):
         if step == BREAKS and os.environ["LOCAL_RANK"] == "3":
             (self.folder / BROKEN).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if step == HEALS and ranks == 2 and os.environ["RANK"] == "0":
+        if step >= HEALS and ranks == 2 and os.environ["RANK"] == "0":
             (self.folder / BROKEN).unlink(missing_ok=True)
-            link = current()
-            assert link is not None
-            while "place is back" not in (link.folder / "events.jsonl").read_text():
-                time.sleep(0.05)
+            wait_for("place is back")
         if os.environ["RANK"] == "0":
             with (self.folder / "ranks").open("a") as file:
                 file.write(f"{step} {ranks} {len(indices)}\n")
         return super().rows(step, indices)
+
+
+def wait_for(event: str) -> None:
+    """Until the run has it; not longer in one step than data may take."""
+    link = current()
+    assert link is not None
+    end = time.monotonic() + 45
+    while event not in (link.folder / "events.jsonl").read_text() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def main(folder: Path) -> None:
