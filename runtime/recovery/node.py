@@ -163,9 +163,10 @@ class NodeAgent:
     def give_up(self) -> None:
         """Kill all ranks, and forget the run: others have taken them."""
         for rank in self._ranks.values():
-            self.pool.part_with(rank.worker)
+            self.pool.destroy(rank.worker)
             rank.withdraw()
             self._rings.forget(rank.rank)
+        self._last_words.clear()
         self._ranks.clear()
         self._journal.clear()
         self._memo = None
