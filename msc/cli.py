@@ -419,6 +419,9 @@ def run(
     join_timeout: Annotated[
         float, typer.Option("--join-timeout", help="Seconds that nodes are waited for.")
     ] = 600.0,
+    copies: Annotated[
+        bool, typer.Option(help="Keep copies of snapshots in the memory of another node.")
+    ] = True,
     standby: Annotated[
         int, typer.Option("--standby", help="Warm processes that wait to take a rank.")
     ] = 0,
@@ -457,6 +460,7 @@ def run(
             node_rank=node_rank,
             spares=spares,
             join_timeout=join_timeout,
+            copies=copies,
         )
         return lambda: code
 

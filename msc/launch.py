@@ -40,6 +40,7 @@ def launch(
     node_rank: int | None = None,
     spares: int = 0,
     join_timeout: float = 600.0,
+    copies: bool = True,
 ) -> int:
     """Run `python *script_args` in `nproc` processes as ranks 0 to nproc-1; returns the exit code.
 
@@ -75,6 +76,8 @@ def launch(
         node_rank: the node's number; None: as they come. From `nnodes` on it is a spare.
         spares: how many nodes more may wait to take the place of a lost one.
         join_timeout: seconds that nodes are waited for, at the beginning and when one was lost.
+        copies: whether each node keeps, in host memory, copies of the snapshots of the node before
+            it. They take as much memory as its own snapshots.
     """
     if under_torchrun():
         raise PlanError("This process is a rank already; only the process above starts ranks.")
@@ -102,7 +105,7 @@ def launch(
         place = address(rdzv)
         layout = Layout(nproc, nnodes, rdzv_id, restarts)
         settings = Settings(
-            layout, place[0], budget, str(folder), spares, join_timeout, os.getpid()
+            layout, place[0], budget, str(folder), spares, join_timeout, copies, os.getpid()
         )
         meeting = Meeting(place, node_rank)
         return ClusterNode(meeting, settings, script_args, standbys=standbys, modules=_AHEAD).run()

@@ -7,6 +7,7 @@ While no controller answers, the ranks go on training, and the agent tries to re
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from msc.runtime.recovery.controller_process import BEAT_S, SILENT_S, Settings
 from msc.runtime.recovery.node import NodeAgent
 from msc.runtime.recovery.pool import TICK_S
 from msc.runtime.recovery.wire import (
+    LARGEST,
     Wire,
     is_proof,
     proof,
@@ -36,6 +38,8 @@ _AGAIN_S = 0.2
 """Between two tries to reach the controller."""
 _ANSWER_S = 5.0
 """How long it may take to answer."""
+_REFUSED_S = 2 * SILENT_S
+"""How long a node asks again that is refused: one that is lost may still have its place."""
 _LIVES = 10
 """How often a controller is started anew."""
 
@@ -85,6 +89,8 @@ class ClusterNode:
         )
         self._wire: Wire | None = None
         self._code: int | None = None
+        self._name = secrets.token_hex(8)
+        self._refused: float | None = None
         self._heard = time.monotonic()
         self._next_try = 0.0
         self._next_beat = 0.0
@@ -118,7 +124,9 @@ class ClusterNode:
             if code is None:
                 return
             if not self._lives:
-                raise RuntimeError(f"The controller has died {_LIVES} times, last with {code}.")
+                _say(f"the controller has died {_LIVES} times (exit code {code}); this node ends")
+                self._code = 1
+                return
             self._lives -= 1
             _say(f"the controller of the run died (exit code {code}); it is started again")
         handle = self._listener.fileno()
@@ -148,6 +156,7 @@ class ClusterNode:
             shown = proof(self._token, str(receive_frame(connection)))
             hello = {
                 "proof": shown,
+                "agent": self._name,
                 "name": socket.gethostname(),
                 "wish": self._meeting.wish,
                 "layout": [self._layout.nnodes, self._layout.nproc],
@@ -165,16 +174,24 @@ class ClusterNode:
         if answer["refusal"]:
             connection.close()
             self._agent.give_up()
-            _say(f"this node cannot be one of the run: {answer['refusal']}")
-            self._code = 1
+            self._hear_no(answer["refusal"])
             return
+        self._refused = None
         if not answer["keeps"]:
             if self._agent.has_ranks:
                 _say("this node was given up by its run: its ranks are killed")
             self._agent.give_up()
         self._agent.told = None
-        self._wire = Wire(connection)
+        self._wire = Wire(connection, LARGEST)
         self._agent.pool.listen(self._wire)
+
+    def _hear_no(self, why: str) -> None:
+        """This node cannot be one of the run, unless another is about to be found lost."""
+        self._heard = now = time.monotonic()
+        self._refused = self._refused or now
+        if now - self._refused > _REFUSED_S:
+            _say(f"this node cannot be one of the run: {why}")
+            self._code = 1
 
     def _turn(self, wire: Wire) -> None:
         """Hear the controller, look after the ranks, and tell."""

@@ -66,8 +66,8 @@ class Controller:
     host: of this process, as ranks find it; budget: how much may be done after faults. With none a
     fault ends the run, and ranks do not know of their agents. spares: how many nodes may wait to
     take the place of a lost one; patience_s: how long nodes are waited for, at the beginning and
-    when one was lost. code: the exit code of the run, once it is over: 0, or that of the rank that
-    failed.
+    when one was lost; copies: whether nodes keep copies of each other's snapshots.
+    code: the exit code of the run, once it is over: 0, or that of the rank that failed.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Controller:
         *,
         spares: int = 0,
         patience_s: float = 600.0,
+        copies: bool = True,
     ) -> None:
         self.code: int | None = None
         self._layout = layout
@@ -94,6 +95,7 @@ class Controller:
         self._growth = Growth(self._places, host, self._new_process, events, self._give)
         self._asked: float | None = None
         self._patience_s = patience_s
+        self._copies = copies
         self._events = events
         self._members: list[Member] = []
         self._processes = 0
@@ -144,16 +146,16 @@ class Controller:
         if node.index is not None:
             self._growth.lose(node.index, time.monotonic())
         if node.index is None or not self._ranks_of(node.index):
-            self._events.say(f"{name} is gone: {why}")
+            self._events.say(f"{name} is gone ({why})")
             return
         self._lose(self._ranks_of(node.index), name, why, detect_s)
 
     def _lose(self, ranks: Sequence[int], name: str, why: str, detect_s: float) -> None:
         lost = [rank for rank in ranks if self._members[rank].stage is not Stage.ENDED]
         if lost:
-            what = f"is gone: {why}"
+            what, step = f"is gone ({why})", self._health.step_of(lost)
             self._news.append(
-                Fault(None, what, None, detect_s=detect_s, node=name, lost=tuple(lost))
+                Fault(None, what, step or None, detect_s=detect_s, node=name, lost=tuple(lost))
             )
 
     def _ranks_of(self, index: int) -> list[int]:
@@ -744,7 +746,7 @@ class Controller:
         """All ranks train: prepare for the next fault."""
         for node in self._roster:
             node.send("stand by", least=self._layout.nproc if node.index is None else 0)
-        for node, source in self._roster.copies():
+        for node, source in self._roster.copies() if self._copies else ():
             ranks = [] if source is None or source.index is None else self._ranks_of(source.index)
             node.send("copy", address=None if source is None else source.address, ranks=ranks)
 

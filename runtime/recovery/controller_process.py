@@ -24,7 +24,7 @@ from msc.runtime.recovery.environment import Layout
 from msc.runtime.recovery.events import Events
 from msc.runtime.recovery.pool import TICK_S
 from msc.runtime.recovery.roster import Node
-from msc.runtime.recovery.wire import Wire, is_proof, proof, token_of
+from msc.runtime.recovery.wire import LARGEST, Wire, is_proof, proof, token_of
 
 BEAT_S = 0.5
 """Between two signs of life, in both directions."""
@@ -48,6 +48,7 @@ class Settings:
     folder: str
     spares: int
     patience_s: float
+    copies: bool
     starter: int
 
     def to_json(self) -> str:
@@ -64,10 +65,14 @@ class Settings:
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection, and the node once that has proved to be of the run."""
+    """A connection, and the node once that has proved to be of the run.
+
+    agent: tells its agent from all others.
+    """
 
     wire: Wire
     host: str
+    agent: str = ""
     challenge: str = field(default_factory=lambda: secrets.token_hex(16))
     node: Node | None = None
 
@@ -91,6 +96,7 @@ class Service:
             self._events,
             spares=settings.spares,
             patience_s=settings.patience_s,
+            copies=settings.copies,
         )
         self._met = time.monotonic()
 
@@ -161,6 +167,10 @@ class Service:
             self._drop(guest)
             return False
 
+        for other in self._guests:
+            if other.node is not None and other.agent == hello["agent"]:
+                self._lose(other, "its agent has connected anew", TICK_S)
+                break
         before: list[Any] = []  # what it is told before it is let in, it hears after
 
         def send(command: str, /, **facts: Any) -> None:
@@ -180,7 +190,8 @@ class Service:
         wire.send({"proof": shown, "refusal": refusal, "keeps": keeps})
         if refusal:
             return True  # it closes the connection when it has read that
-        guest.node = node
+        guest.node, guest.agent = node, hello["agent"]
+        wire.largest = LARGEST
         for message in before:
             wire.send(message)
         return True

@@ -36,7 +36,8 @@ class Fault:
     def __str__(self) -> str:
         who = "the group of all ranks" if self.rank is None else f"rank {self.rank}"
         if self.node:
-            who = f"{self.node} with ranks {', '.join(map(str, self.lost))}"
+            ranks = f"rank{'s' * (len(self.lost) > 1)} {', '.join(map(str, self.lost))}"
+            who = f"{self.node} with {ranks}"
         where = "" if self.step is None else f" in step {self.step}"
         return f"{who} {self.what}{where}" + (f", {self.doing}" if self.doing else "")
 

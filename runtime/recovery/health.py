@@ -96,6 +96,12 @@ class Health:
             return FIRST_STEPS_S
         return max(STILL_S, TIMES * max(self._steps))
 
+    def step_of(self, ranks: Iterable[int]) -> int | None:
+        """The last step that one of these ranks was known to be in."""
+        return max(
+            (self._pulses[rank].step for rank in ranks if rank in self._pulses), default=None
+        )
+
     def slow_step_s(self) -> float:
         """How long one of the last steps took at most."""
         return max(self._steps, default=0.0)

@@ -168,9 +168,13 @@ class NodeAgent:
 
     def give_up(self) -> None:
         """Kill all ranks, and forget the run: others have taken them."""
-        for number in list(self._ranks):
-            self._stop(number)
-        self._drop(None)
+        for rank in self._all():
+            self.pool.destroy(rank.worker)
+            rank.withdraw()
+            self._rings.forget(rank.rank)
+        self._last_words.clear()
+        self._ranks.clear()
+        self._tries.clear()
         self._journal.clear()
         self._memo = None
         self.reports.clear()

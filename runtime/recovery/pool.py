@@ -103,6 +103,12 @@ class Pool:
         if worker not in self._doomed:
             self._bury(worker)
 
+    def destroy(self, worker: Worker) -> None:
+        """Kill a rank and all that it has started, so that nothing of it is written any more."""
+        self._doomed.pop(worker, None)
+        self._bury(worker)
+        worker.end_children(signal.SIGKILL)
+
     def reap(self) -> tuple[int, list[Worker]]:
         """Look after processes that are no ranks.
 

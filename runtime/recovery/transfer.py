@@ -97,6 +97,8 @@ class Server:
                 _send_snapshot(connection, book, mark, request["ranges"])
             finally:
                 book.close()
+        else:
+            raise ConnectionError(f"nobody knows what '{want}' is")
 
 
 def _send_snapshot(
@@ -112,11 +114,9 @@ def _send_snapshot(
 
 
 def _send_file(connection: socket.socket, handle: int, start: int, count: int) -> None:
-    while count:
-        sent = os.sendfile(connection.fileno(), handle, start, min(count, 1 << 20))
-        if not sent:
+    with open(handle, "rb", closefd=False) as file:
+        if count and connection.sendfile(file, start, count) < count:
             raise ConnectionError("the file is shorter than it was")
-        start, count = start + sent, count - sent
 
 
 class Torn(Exception):

@@ -17,7 +17,10 @@ import time
 from typing import Any
 
 _LENGTH = struct.Struct(">I")
-_LARGEST = 1 << 26
+LARGEST = 1 << 26
+"""Bytes of a message."""
+_FIRST = 1 << 20
+"""The same before it is known who sends it."""
 _CHUNK = 1 << 16
 TOKEN = "MSC_RUN_TOKEN"
 """The variable with a secret that all nodes of a run share."""
@@ -39,12 +42,16 @@ def is_proof(token: str, text: str, found: Any) -> bool:
 
 
 class Wire:
-    """One end of a connection; nothing here blocks. `heard`: when something came last."""
+    """One end of a connection; nothing here blocks.
 
-    def __init__(self, connection: socket.socket) -> None:
+    heard: when something came last; largest: of how many bytes a message may be that comes.
+    """
+
+    def __init__(self, connection: socket.socket, largest: int = _FIRST) -> None:
         connection.setblocking(False)
         keep_alive(connection)
         self.heard = time.monotonic()
+        self.largest = largest
         self._socket = connection
         self._in = bytearray()
         self._out = bytearray()
@@ -72,7 +79,7 @@ class Wire:
             while self._out:
                 del self._out[: self._socket.send(memoryview(self._out)[:_CHUNK].tobytes())]
         except BlockingIOError:
-            if len(self._out) > _LARGEST:
+            if len(self._out) > LARGEST:
                 self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             self._out.clear()
@@ -94,7 +101,7 @@ class Wire:
         try:
             while len(self._in) >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._in)
-                if length > _LARGEST:
+                if length > self.largest:
                     return found, False
                 end = _LENGTH.size + length
                 if len(self._in) < end:
@@ -124,7 +131,7 @@ def send_frame(connection: socket.socket, message: Any) -> None:
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def receive_frame(connection: socket.socket, largest: int = _LARGEST) -> Any:
+def receive_frame(connection: socket.socket, largest: int = LARGEST) -> Any:
     """The next message on a connection that blocks; `ConnectionError` if there is none."""
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     if length > largest:
