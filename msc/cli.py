@@ -392,7 +392,36 @@ def run(
     script: Annotated[
         list[str], typer.Argument(metavar="SCRIPT [ARGS]..", help="A script that trains.")
     ],
-    nproc: Annotated[int, typer.Option("--nproc", help="How many ranks, on this machine.")],
+    nproc: Annotated[
+        int, typer.Option("--nproc", "--nproc-per-node", help="How many ranks, on each node.")
+    ],
+    nnodes: Annotated[
+        int, typer.Option("--nnodes", help="How many nodes; run this on each of them.")
+    ] = 1,
+    rdzv: Annotated[
+        str | None,
+        typer.Option(
+            "--rdzv",
+            "--rdzv-endpoint",
+            metavar="HOST:PORT",
+            help="Where nodes meet: an address of one of them.",
+        ),
+    ] = None,
+    rdzv_id: Annotated[
+        str, typer.Option("--rdzv-id", help="Name of the run, the same on all nodes.")
+    ] = "msc",
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", help="Number of this node, if it matters.")
+    ] = None,
+    spares: Annotated[
+        int, typer.Option("--spares", help="Nodes beyond --nnodes that may wait.")
+    ] = 0,
+    join_timeout: Annotated[
+        float, typer.Option("--join-timeout", help="Seconds that nodes are waited for.")
+    ] = 600.0,
+    copies: Annotated[
+        bool, typer.Option(help="Keep copies of snapshots in the memory of another node.")
+    ] = True,
     standby: Annotated[
         int, typer.Option("--standby", help="Warm processes that wait to take a rank.")
     ] = 0,
@@ -402,11 +431,15 @@ def run(
     restarts: Annotated[
         int, typer.Option("--restarts", help="How often all may be started anew from storage.")
     ] = 3,
+    min_ranks: Annotated[
+        int | None,
+        typer.Option("--min-ranks", help="Fewest ranks to go on with, of a program with dp=*."),
+    ] = None,
     folder: Annotated[
         Path | None, typer.Option("--run", help="Folder for events.jsonl and for msc blame.")
     ] = None,
 ) -> None:
-    """Start a script's ranks, and bring the run back when ranks die, freeze or fail.
+    """Start a script's ranks, and bring the run back when ranks or nodes die, freeze or fail.
 
     A Trainer inside of fit() goes on with the newest step that all ranks have in memory, else from
     its checkpoints. The exit code is that of the rank whose failure has ended the run.
@@ -419,7 +452,15 @@ def run(
             standbys=standby,
             replacements=replacements,
             restarts=restarts,
+            min_ranks=min_ranks,
             run=folder,
+            nnodes=nnodes,
+            rdzv=rdzv,
+            rdzv_id=rdzv_id,
+            node_rank=node_rank,
+            spares=spares,
+            join_timeout=join_timeout,
+            copies=copies,
         )
         return lambda: code
 

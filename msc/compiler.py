@@ -38,16 +38,18 @@ from msc.runtime.memory.predict import MemoryPredictor
 from msc.runtime.simulate import simulate_program
 from msc.torch_optimizers import as_optimizer
 from msc.without_effect import without_effect
+from msc.worlds import Worlds, worlds_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 MIXED = "bf16-mixed"
+_NO_SUM = "its loss is not a sum over samples"
 
 
 def compile(
     model: nn.Module,
     inputs: tuple[Any, ...] | dict[str, Any],
     *,
-    mesh: str | Mapping[str, int] | Mesh = "",
+    mesh: str | Mapping[str, int | str] | Mesh = "",
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     optimizer: Optimizer | torch.optim.Optimizer | None = None,
     microbatches: int = 1,
@@ -74,12 +76,14 @@ def compile(
             `msc.init(model, seed)` to say how it starts.
         inputs: the global batch of one step, a tuple (positional) or dict (keywords); real, fake or
             meta tensors. The program takes batches of exactly these shapes.
-        mesh: `"pp=2,dp=2,tp=2"`, a dict, or `msc.Mesh`; one rank if left out.
+        mesh: `"pp=2,dp=2,tp=2"`, a dict, or `msc.Mesh`; one rank if left out. `"dp=*,tp=2"` has as
+            many dp ranks as the launcher has started processes; without one there is one process.
         loss_fn: maps the model's output to the scalar loss; without it the model returns the loss,
             or an object or dict with `.loss`.
         optimizer: `msc.AdamW`, `Adam`, `SGD` or `LAMB`, or torch's own of the first three on this
             model's parameters, before its first step; None for loss and gradients only.
-        microbatches: parts of each dp rank's batch that run one after the other.
+        microbatches: parts of each dp rank's batch that run one after the other. With `dp=*` on
+            fewer ranks than the job was started for there are as many more.
         schedule: "gpipe", "1f1b", "interleaved", "zb-h1" or "zb-v"; "auto" takes the one that ends
             first by the modelled costs and fits into `memory`, or else into what "1f1b" needs.
         virtual_stages: chunks of layers per rank of pp, for "gpipe", "interleaved" and "auto".
@@ -118,8 +122,10 @@ def compile(
         PlanError: mesh, batch, schedule, memory, pins or plan do not fit; says what to change.
     """
     check_schedule(schedule, virtual_stages)
-    _check_zero(zero, shard_group, Mesh.parse(mesh))
     _require_count(microbatches)
+    _check_zero(zero, shard_group)
+    worlds = worlds_of(mesh, microbatches, shard_group)
+    _check_shard_group(shard_group, worlds.here.mesh)
     _require_bytes(memory)
     _check_backend(backend)
     _check_fusing(fuse_collectives)
@@ -128,15 +134,15 @@ def compile(
     pipeline = TRAIN.with_user_passes(passes or {})
     cost = CostModel(None if cluster is None else Cluster.load(cluster))
     settings = Settings(
-        Mesh.parse(mesh),
-        micro_batches=microbatches,
+        worlds.here.mesh,
+        micro_batches=worlds.here.micro_batches,
         schedule=schedule,
         virtual_stages=virtual_stages,
         optimizer=optimizer,
         master=master,
         cost=cost,
         memory=memory,
-        plan=None if plan is None else Plan.load(plan),
+        plan=None if plan is None else _plan_here(Plan.load(plan), worlds),
         rewrites=as_rewrites(rewrites),
         recompute=as_recompute(recompute),
         fuse_collectives=fuse_collectives,
@@ -157,18 +163,23 @@ def compile(
         settings = replace(settings, optimizers=optimizer.grouped(named))
     recipe = _recipe(model, captured)
     notes = [*captured.notes, *_buffers_without_values(captured, recipe)]
-    notes += [*_written_buffers(captured), *without_effect(settings)]
+    notes += [*_written_buffers(captured), *without_effect(settings), *_fewer_ranks(worlds)]
+    if captured.graph.meta["buffers"]:
+        worlds = worlds.only_here("each micro-batch updates its buffers")
     unit = new_unit(captured, settings)
     try:
         pipeline.run(unit)
     except NotSeparableError as error:
+        worlds = worlds.only_here(_NO_SUM)
         notes.append(_not_separable(error))
         settings = replace(settings, separable=False)
-        part = per_micro_batch(captured, inputs, microbatches)
+        part = per_micro_batch(captured, inputs, settings.micro_batches)
         again = capture(model, part, loss_fn=loss_fn, batch_dims=batch_dims, dtype=dtype)
         unit = new_unit(again, settings, captured)
-        scale_loss(unit.graphs["forward"], microbatches)
+        scale_loss(unit.graphs["forward"], settings.micro_batches)
         pipeline.run(unit)
+    if unit.joins_samples:
+        worlds = worlds.only_here(_NO_SUM)
     if not unit.rank_graphs:
         raise UserError(
             f"Compilation stopped after pass '{unit.log[-1].name}', as {flags.STOP_AFTER.name} "
@@ -187,12 +198,13 @@ def compile(
         dtype=dtype,
         master=master,
         optimizer=optimizer,
-        micro_batches=microbatches,
+        micro_batches=settings.micro_batches,
+        worlds=worlds.possible,
         separable=settings.separable,
         backend=backend,
         report=report,
         source=captured,
-        plan=plan_of(unit.structure, unit.placed, settings.mesh, microbatches),
+        plan=plan_of(unit.structure, unit.placed, settings.mesh, settings.micro_batches),
         explainer=Explainer(unit, captured.module, report),
         recipe=recipe,
         pass_results=unit.dump,
@@ -210,7 +222,7 @@ def _require_count(microbatches: Any) -> None:
         raise PlanError(f"microbatches is {microbatches!r}; it is a whole number of at least 1.")
 
 
-def _check_zero(zero: Any, shard_group: Any, mesh: Mesh) -> None:
+def _check_zero(zero: Any, shard_group: Any) -> None:
     if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
         raise PlanError(f"zero is {zero!r}; it is 0, 1, 2 or 3.")
     if shard_group is None:
@@ -222,6 +234,11 @@ def _check_zero(zero: Any, shard_group: Any, mesh: Mesh) -> None:
             f"shard_group={shard_group} says how many dp ranks split what zero= names, and zero is "
             "0, so nothing is split. Give zero=1, 2 or 3, or leave shard_group out."
         )
+
+
+def _check_shard_group(shard_group: int | None, mesh: Mesh) -> None:
+    if shard_group is None:
+        return
     dp = mesh.axis_size("dp")
     if dp % shard_group:
         raise PlanError(
@@ -326,6 +343,21 @@ def _seconds_on(cluster: Cluster) -> StepSeconds:
         return simulate_program(mesh, tp_bounds, graphs, cluster).step_seconds
 
     return seconds
+
+
+def _plan_here(plan: Plan, worlds: Worlds) -> Plan:
+    """A plan of the job's full mesh holds on fewer dp ranks: what one of them runs is the same."""
+    full, here = worlds.full, worlds.here
+    if here != full and (plan.mesh, plan.micro_batches) == (full.mesh, full.micro_batches):
+        return replace(plan, mesh=here.mesh, micro_batches=here.micro_batches)
+    return plan
+
+
+def _fewer_ranks(worlds: Worlds) -> list[str]:
+    """The note on a job that goes on with fewer ranks."""
+    if worlds.here == worlds.full:
+        return []
+    return [f"The job was started for {worlds.full}, and goes on as {worlds.here}."]
 
 
 def _not_separable(error: NotSeparableError) -> str:

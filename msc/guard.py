@@ -14,12 +14,13 @@ from msc.checkpoint.program_state import state_tensors
 from msc.ir.errors import InputError, TrainingError
 from msc.program import Program
 from msc.ranks import Job
+from msc.rewind import Rewind
 from msc.runtime.corruption.fingerprints import Replicas, word_sum
 from msc.runtime.corruption.leaps import leap
 from msc.runtime.corruption.state_copy import StateCopy
 from msc.runtime.state import RankState
 
-POLICIES = ("stop", "skip", "replay")
+POLICIES = ("stop", "skip", "replay", "rewind")
 _OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 
@@ -29,20 +30,25 @@ class Guard:
 
     Args:
         every: compare the copies of parameters and optimizer state on all ranks after every so many
-            steps. Copies that differ stop the run, and the error names the rank: its state cannot
-            be trusted, nor what was reduced with it since the comparison before.
+            steps. Copies that differ stop the run (unless it rewinds), and the error names the
+            rank: its state cannot be trusted, nor what was reduced with it since the comparison
+            before.
         policy: what to do about a loss, or a norm of gradients, that is not finite or leaps:
-            "stop" with a `TrainingError`; "skip" the step, so that its batch changes nothing; or
-            "replay" it, bit for bit. If it comes out otherwise, that was the hardware, and the
-            second result counts; if it does not, it is the data or the model, and the run stops
-            unless the value is finite. Skipping and repeating hold a copy of the rank's state.
+            "stop" with a `TrainingError`; "skip" the step, so that its batch changes nothing;
+            "replay" it, bit for bit; or "rewind". If a replayed step comes out otherwise, that was
+            the hardware, and the second result counts; if it does not, it is the data or the model,
+            and the run stops unless the value is finite. With "rewind", which is for copies that
+            differ too, all ranks go back, inside of their processes, to the state of the last
+            comparison, and repeat the steps since; if the value comes again, they go back once more
+            and skip those steps. All but "stop" hold a copy of the rank's state; "rewind" makes it
+            at each comparison, and the others in every step.
         leap: how many times the spread of the values before one may be above them.
 
     Raises `InputError` for values out of range.
     """
 
     every: int = 100
-    policy: Literal["stop", "skip", "replay"] = "stop"
+    policy: Literal["stop", "skip", "replay", "rewind"] = "stop"
     leap: float = 20.0
 
     def __post_init__(self) -> None:
@@ -60,11 +66,16 @@ Outputs = Mapping[str, Any]
 class RunGuard:
     """The guard of one rank's run; all methods are collective, and come out alike on all ranks.
 
-    events: what was found, and what was done about it, a line each.
+    events: what was found, and what was done about it, a line each; rewind: where it goes back to,
+    if that is the policy. position: says where the data is.
     """
 
-    def __init__(self, options: Guard, program: Program, job: Job) -> None:
+    def __init__(
+        self, options: Guard, program: Program, job: Job, position: Callable[[], Any]
+    ) -> None:
         self.events: list[str] = []
+        self._position = position
+        self.rewind = Rewind(position) if options.policy == "rewind" else None
         self._options = options
         self._job = job
         self._replicas = Replicas(state_tensors(program), job.rank)
@@ -73,8 +84,10 @@ class RunGuard:
         self._told = 0
 
     def meet(self, job: Job) -> None:
-        """Go on in another group of the same ranks."""
+        """Go on in another group of the same ranks, and from another state."""
         self._job = job
+        if self.rewind is not None:
+            self.rewind = Rewind(self._position)
 
     def news(self) -> list[str]:
         """The events since the call before."""
@@ -85,7 +98,9 @@ class RunGuard:
     def before_step(self, state: RankState) -> None:
         """A step is about to change the state."""
         self._skipped = int(state.skipped)
-        if self._options.policy != "stop":
+        if self.rewind is not None:
+            self.rewind.before_step(state)
+        elif self._options.policy != "stop":
             self._copy.keep(state)
 
     def after_step(
@@ -94,19 +109,45 @@ class RunGuard:
         outputs: Outputs,
         earlier: Mapping[str, list[float]],
         repeat: Callable[[], Outputs],
-    ) -> Outputs:
+    ) -> Outputs | None:
         """A step has changed the state and given `outputs`; what it counts as having given.
 
+        None: the state is that of an earlier step, which `rewind` names, and the run goes on there.
         earlier: the values of the steps before, by the name of the output. repeat: takes the step
         again from the state as it is. Raises `TrainingError` where the policy stops the run.
         """
         skipped = int(state.skipped) > self._skipped  # by the optimizer, since it is not finite
+        if self.rewind is not None and self.rewind.skips(state.step):
+            self.events.append(self.rewind.undo(state))
+            skipped = True
         problem = "" if skipped else self._problem(outputs, earlier)
+        if problem and self.rewind is not None:
+            finding = f"{problem} in step {state.step}"
+            self.events.append(self.rewind.go_back(state, finding, data_may_do=True))
+            return None
         if problem:
             outputs = self._treat(problem, state, outputs, earlier, repeat)
+        different = ""
         if state.step % self._options.every == 0:
-            self._compare(state)
+            different = self._compare(state)
+        if self.rewind is not None:
+            if different:
+                self.events.append(self.rewind.go_back(state, different, data_may_do=False))
+                return None
+            passed = self.rewind.passed(state.step)
+            self.events += [passed] if passed else []
+            if state.step % self._options.every == 0:
+                self.rewind.keep(state)
+        elif different:
+            raise TrainingError(
+                f"{different}\nCheck the machine with `msc doctor`, leave it out, and go on from a "
+                "checkpoint that is older than that."
+            )
         return outputs
+
+    def is_sound(self, state: RankState) -> bool:
+        """Whether all copies of the state agree now."""
+        return not self._replicas.differences(state, self._all_reduce)
 
     def _problem(self, outputs: Outputs, earlier: Mapping[str, list[float]]) -> str:
         names = {"loss": "loss", "grad_norm": "norm of the gradients"}
@@ -170,16 +211,16 @@ class RunGuard:
         found: list[int] = self._all_reduce(flags, "sum").nonzero().flatten().tolist()
         return found
 
-    def _compare(self, state: RankState) -> None:
+    def _compare(self, state: RankState) -> str:
+        """Where copies of the state differ; "" if nowhere."""
         different = self._replicas.differences(state, self._all_reduce)
         if not different:
-            return
+            return ""
         places = "\n".join(f"  {each}" for each in different)
-        raise TrainingError(
+        return (
             f"After step {state.step} copies of the state differ, though they should be equal to "
             f"the last bit; they were at step {state.step - self._options.every}, or at the start:"
-            f"\n{places}\nCheck the machine with `msc doctor`, leave it out, and go on from a "
-            "checkpoint that is older than that."
+            f"\n{places}"
         )
 
     def _all_reduce(self, value: Tensor, op: str) -> Tensor:

@@ -32,6 +32,7 @@ from msc.runtime.state import RankState
 from msc.runtime.virtual import VirtualExecutor
 from msc.saved_tensors import SavedTensors
 from msc.step_result import StepResult, put_together
+from msc.worlds import World
 
 if TYPE_CHECKING:
     from msc.capture import Captured
@@ -47,7 +48,8 @@ class Program:
 
     `rank_graph(rank)` is the step of a rank, `graphs(rank)` its flat forward and backward graphs,
     `run_virtual(batch)` one step of all ranks in this process, `simulate(cluster)` its time on a
-    cluster, `save(dir)` what `msc.load` reads.
+    cluster, `save(dir)` what `msc.load` reads. `worlds`, the largest first, are the meshes for
+    which the same call compiles it, with their micro-batches: several with `dp=*`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Program:
         optimizer: Optimizer | None,
         master: torch.dtype | None = None,
         micro_batches: int,
+        worlds: Sequence[World] = (),
         separable: bool,
         backend: str,
         report: CompileReport,
@@ -87,6 +90,7 @@ class Program:
         self.master = master
         self.optimizer = optimizer
         self.micro_batches = micro_batches
+        self.worlds = tuple(worlds) or (World(mesh, micro_batches),)
         self.separable = separable
         self.backend = backend
         self.report = report

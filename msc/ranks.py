@@ -36,6 +36,13 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def world_size() -> int:
+    """How many ranks the job has: those of its process group or launcher, or this process alone."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception says that another rank did not answer."""
     if isinstance(error, (dist.DistError, LostRankError)):
@@ -208,23 +215,20 @@ def join(mesh: Mesh, device: str | None, timeout: timedelta, trainer: int = 1) -
 
 
 def _check_size(mesh: Mesh) -> None:
-    if dist.is_initialized():
-        world = dist.get_world_size()
-    elif under_torchrun():
-        world = int(os.environ["WORLD_SIZE"])
-    elif mesh.size == 1:
+    world = world_size()
+    if world == mesh.size:
         return
-    else:
+    if world == 1 and not (dist.is_initialized() or under_torchrun()):
         raise PlanError(
             f"Mesh {mesh} needs {mesh.size} processes, and this one was started alone. Start the "
             f"script with: torchrun --nproc-per-node {mesh.size} script.py, or let the script "
             f"start them: msc.launch.launch(sys.argv, {mesh.size})."
         )
-    if world != mesh.size:
-        raise PlanError(
-            f"Mesh {mesh} has {mesh.size} ranks, but {world} processes were started. Start "
-            f"{mesh.size} processes, or compile for a mesh of {world} ranks."
-        )
+    raise PlanError(
+        f"Mesh {mesh} has {mesh.size} ranks, but {world} processes were started. Start "
+        f"{mesh.size} processes, or compile for a mesh of {world} ranks; msc.compile(.., "
+        "mesh='dp=*') in the script compiles for as many as there are."
+    )
 
 
 def _device(device: str | None) -> torch.device:

@@ -1,6 +1,6 @@
 """The folder of a run: what its ranks tell of themselves, for `msc blame` and `msc report`.
 
-run.json                  the mesh
+run.json                  the mesh that the run has now
 rank-00003.schedule.json  what rank 3 communicates in a step
 rank-00003.ring           what it has communicated last
 rank-00003.ledger         where its time went, attempt after attempt
@@ -32,6 +32,9 @@ def open_recorder(folder: Path, program: Program, rank: int) -> Recorder:
     if rank == 0:
         text = json.dumps({"mesh": [list(axis) for axis in program.mesh]})
         (folder / _RUN).write_text(text + "\n")
+        for number, old in _numbered(folder, ".ring").items():
+            if number >= program.mesh.size:  # of a rank that the run has no more
+                old.unlink(missing_ok=True)
     ring_file, file = ring_files(folder, rank)
     file.write_text(to_text(schedule))
     channels = sorted({act.channel for act in schedule})
@@ -43,6 +46,17 @@ def open_recorder(folder: Path, program: Program, rank: int) -> Recorder:
 def ledger_file(folder: Path, rank: int) -> Path:
     """Where a rank's ledger is."""
     return folder / f"rank-{rank:05d}.ledger"
+
+
+def ledger_files(folder: Path) -> dict[int, Path]:
+    """The ledgers that there are: of fewer ranks than the mesh has, or of more that it had."""
+    return _numbered(folder, ".ledger")
+
+
+def _numbered(folder: Path, suffix: str) -> dict[int, Path]:
+    """Rank -> its file of this kind."""
+    files = sorted(folder.glob(f"rank-{'[0-9]' * 5}*{suffix}"))
+    return {int(file.stem.removeprefix("rank-")): file for file in files}
 
 
 def read_mesh(folder: Path) -> Mesh:

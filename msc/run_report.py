@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from msc.ir.errors import UserError
-from msc.run_folder import ledger_file, read_mesh
+from msc.run_folder import ledger_files, read_mesh
 from msc.runtime.diagnosis.accounting import Account, accounts, mean, worst
 from msc.runtime.diagnosis.ledger import CLASSES, read_ledger
 
@@ -20,13 +20,13 @@ LABELS = {
 
 
 def run_accounts(folder: Path) -> list[Account]:
-    """The accounts of a run's ranks, also while it runs.
+    """The accounts of all ranks that a run has ever had, also while it runs.
 
     Raises `UserError` for a folder of no run, or a ledger that is none.
     """
-    mesh = read_mesh(folder)
+    read_mesh(folder)
     try:
-        found = accounts({r: read_ledger(ledger_file(folder, r)) for r in range(mesh.size)})
+        found = accounts({r: read_ledger(f) for r, f in ledger_files(folder).items()})
     except ValueError as error:
         raise UserError(f"{error}. Is {folder} the folder that Trainer(run=..) has?") from error
     if not found:

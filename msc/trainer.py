@@ -26,6 +26,7 @@ from msc.program import Program
 from msc.progress import Log, TrainingProgress, show
 from msc.ranks import is_lost_peer, join
 from msc.recovery import Recovery
+from msc.rewind import check_rewind
 from msc.run_folder import open_recorder, ring_files
 from msc.runtime.diagnosis.recorder import Recorder
 from msc.runtime.diagnosis.recording import RecordingRank
@@ -107,7 +108,10 @@ class Trainer:
         if self._recovery is not None and run is None:
             run = self._recovery.link.folder
         timeout = timedelta(seconds=timeout_s)
-        number = 1 if self._recovery is None else self._recovery.trainer
+        number = 1
+        if self._recovery is not None:
+            number = self._recovery.trainer
+            self._recovery.introduce(program, checkpoint is not None)
         self._join = functools.partial(join, program.mesh, device, timeout, number)
         try:
             with self._outside():
@@ -138,10 +142,14 @@ class Trainer:
             "guard": str(guard),
         }
         job.agree(self._facts)
-        self._guard = None if guard is None else RunGuard(guard, program, job)
         link = None if self._recovery is None else self._recovery.link
         self._graph = program.rank_graph(job.rank)
         self._batches = Batches(program, job.rank, data, job.device)
+        self._guard = None
+        if guard is not None:
+            if guard.policy == "rewind":
+                check_rewind(guard.every, checkpoint, self._batches)
+            self._guard = RunGuard(guard, program, job, self._batches.position)
         if checkpoint is not None:
             self._checkpoints = RunCheckpoints(checkpoint, program, job, seed, self._batches, link)
         before_update = self._checkpoints.before_update if self._checkpoints is not None else None
@@ -278,7 +286,12 @@ class Trainer:
             inputs = self._batches.while_gathering(lambda: self._load(last))
             before = self.skipped_steps
             outputs = self._guarded(inputs)
-            loss = float(outputs["loss"])
+            loss = 0.0 if outputs is None else float(outputs["loss"])
+        for event in () if self._guard is None else self._guard.news():
+            progress.note(event)
+        if outputs is None:
+            self._go_back()
+            return
         self.losses.append(loss)
         norm = float(outputs["grad_norm"]) if "grad_norm" in outputs else None
         if norm is not None:
@@ -288,8 +301,6 @@ class Trainer:
         if self._recovery is not None:
             self._recovery.record(self._job, self.step, Entry(loss, norm, rate))
         progress.step(self.step, loss)
-        for event in () if self._guard is None else self._guard.news():
-            progress.note(event)
         if self.skipped_steps > before and self.grad_norms:
             progress.skipped(self.step, self.grad_norms[-1], self.skipped_steps)
         if self._recorder is not None:
@@ -299,6 +310,19 @@ class Trainer:
             self._checkpoints.after_step(self._state, self._history)
             self._show_messages(progress.note)
             self._phase("idle")
+        if self._recovery is not None and self._recovery.gives_way(self._job, self.step):
+            self._give_way(self._recovery)
+
+    def _give_way(self, recovery: Recovery) -> None:
+        """More ranks can go on from this step: save it, and leave it to them."""
+        assert self._checkpoints is not None  # else nobody asks
+        self._phase("save")
+        sound = self._guard is None or self._guard.is_sound(self._state)
+        complete = sound and self._checkpoints.save_whole(self._state, self._history)
+        self._phase("idle")
+        if complete:
+            self._phase("lost")
+        recovery.give_way(self.step, complete)
 
     def _meet_again(self) -> None:
         """After another rank was lost: meet who is there now, and go back to what all have."""
@@ -321,8 +345,19 @@ class Trainer:
             self._state = self._initial_state()
         self._begin()
 
-    def _guarded(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Take one step, and do what the guard says about it."""
+    def _go_back(self) -> None:
+        """The guard has brought back the state of an earlier step: all else goes there too."""
+        assert self._guard is not None
+        rewind = self._guard.rewind
+        assert rewind is not None
+        self._history.cut(rewind.step)
+        self._batches.rewind()
+        self._batches.seek(rewind.step, rewind.data)
+        if self._recovery is not None:
+            self._recovery.went_back(self._job, rewind.step)
+
+    def _guarded(self, inputs: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Take one step, and do what the guard says; None if the run has gone back."""
         if self._guard is None:
             return self._run(inputs)
 

@@ -140,7 +140,9 @@ class Variant:
 class Compilation(Unit):
     """A model on its way to rank graphs: `graphs` and what the passes know about them.
 
-    reduced_together: with zero 2 and 3, of how many micro-batches gradients are reduced at once.
+    joins_samples: whether one micro-batch has what could not be split into several, such as a loss
+    that is no sum over samples. reduced_together: with zero 2 and 3, of how many micro-batches
+    gradients are reduced at once.
     rank_graphs: of each class of ranks: by pipeline stage, and within a stage by variant.
     schedules: what "auto" would take after `schedule`.
     """
@@ -183,6 +185,7 @@ class Compilation(Unit):
         self.stages_of = {}
         self.input_shapes = {}
         self.data_shards = {}
+        self.joins_samples = False
         self.reduced_together = 1
         self.rank_graphs = []
 

@@ -208,15 +208,16 @@ class _BatchSharder:
         nodes = placeholders(gm)
 
         def whole(node: fx.Node, operand: Value) -> bool:
-            if not self.over_time:
-                return True
             source = operand[0]
             if source.op == "placeholder" and source.meta["kind"] != "value":
                 index = nodes.index(source)
                 if sources[index].kind == "prelude":
+                    if not self.over_time:
+                        return True
                     sources[index] = Source("prelude", self._whole_output(sources[index].name))
                     raise _Restart
-            return False  # nothing can gather over time
+            self.unit.joins_samples = True
+            return not self.over_time  # over which nothing can gather
 
         return whole
 
@@ -279,7 +280,10 @@ class _BatchSharder:
         )
         loss = self._source_state(self.structure.loss)
         assert not isinstance(loss.value, Shard), "a scalar loss cannot be sharded"
-        if self.over_time and isinstance(loss.value, Partial) and loss.value.op != "sum":
+        if isinstance(loss.value, Partial) and loss.value.op != "sum":
+            self.unit.joins_samples = True
+            if not self.over_time:
+                return
             producer = self.structure.instances[self.structure.loss.instance]
             node = output_nodes(self.structure.blocks[producer.block])[self.structure.loss.output]
             raise NotSeparableError(node, "the loss is no sum over samples")

@@ -42,9 +42,10 @@ def _spoiled(values: Any) -> Any:
 
 
 def faulty(
-    policy: str, wrong: Sequence[int], loss: float = math.nan, **options: Any
+    policy: str, wrong: Sequence[int], loss: float = math.nan, every: int = 1, **options: Any
 ) -> tuple[msc.Trainer, Faulty]:
-    run = trainer(None, guard=msc.Guard(policy=policy, every=1), **options)  # type: ignore[arg-type]
+    guard = msc.Guard(policy=policy, every=every)  # type: ignore[arg-type]
+    run = trainer(None, guard=guard, **options)
     executor = Faulty(run, wrong, loss)
     run._executor = executor  # type: ignore[assignment]
     return run, executor
@@ -113,12 +114,57 @@ def test_a_first_step_is_undone_with_the_moments_that_it_made() -> None:
         assert not any(value.any() for value in optimizer["first_moment"].values())
 
 
+def test_a_run_rewinds_to_the_last_comparison_and_ends_as_undisturbed() -> None:
+    with trainer(None) as plain:
+        plain.fit(6)
+        run, executor = faulty("rewind", [4], every=2)
+        with run:
+            run.fit(6)
+            assert equal(findings(run), findings(plain))
+    assert executor.runs == 4 + 4  # steps 3 and 4 twice
+    first, second = run.events
+    assert (
+        first == "the loss is nan in step 4; all ranks go back to step 2 and repeat what came since"
+    )
+    assert second.startswith("step 4 came out otherwise when it was repeated from step 2 on")
+
+
+def test_a_value_that_comes_again_makes_the_run_skip_the_batches_before_it() -> None:
+    run, executor = faulty("rewind", [4, 6], every=2)
+    with run:
+        run.fit(2)
+        before = findings(run)
+        run.fit(2)
+        after = findings(run)
+        assert equal(after["params"], before["params"])
+        assert equal(after["optimizer"], before["optimizer"])
+        assert (run.step, run.skipped_steps, executor.runs) == (4, 2, 8)
+        run.fit(2)
+        assert len(run.losses) == len(run.grad_norms) == len(run.learning_rates) == 6
+        assert "it is the data or the model; all ranks go back once more" in run.events[1]
+        assert run.events[2:] == ["step 3 is skipped", "step 4 is skipped"]
+
+
+def test_a_run_that_rewinds_in_vain_stops() -> None:
+    run, _ = faulty("rewind", range(3, 100), every=8)
+    with run, pytest.raises(msc.TrainingError, match="gone back to step 0 3 times"):
+        run.fit(8)
+
+
+def test_a_run_must_be_able_to_rewind(tmp_path: Path) -> None:
+    guard = msc.Guard(every=4, policy="rewind")
+    with pytest.raises(msc.InputError, match="the data is an iterator"):
+        trainer(None, guard=guard, data=iter(()))
+    with pytest.raises(msc.InputError, match=r"compares every 4 steps, and checkpoints .* every 2"):
+        trainer(tmp_path, guard=guard, settings={"every": 2})
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"every": 0}, "every is 0"),
         ({"every": True}, "every is True"),
-        ({"policy": "rewind"}, "policy is 'rewind'; it is one of stop, skip, replay"),
+        ({"policy": "retry"}, "policy is 'retry'; it is one of stop, skip, replay, rewind"),
         ({"leap": 0}, "leap is 0"),
     ],
 )

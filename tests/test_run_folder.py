@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import msc
-from msc.run_folder import diagnose, read_mesh
+from msc.run_folder import diagnose, ledger_files, read_mesh
+from msc.run_report import run_accounts
 from msc.runtime.diagnosis.ring import read_ring
 from tests.checkpoint.runs import trainer
 
@@ -31,6 +32,18 @@ def test_a_run_notes_what_it_does(tmp_path: Path) -> None:
         ring.write_bytes(damaged)
         with pytest.raises(msc.UserError, match=words):
             diagnose(tmp_path / "run")
+
+
+def test_a_run_on_fewer_ranks_keeps_the_ledgers_of_all_and_the_rings_of_its_own(
+    tmp_path: Path,
+) -> None:
+    for name in ("rank-00001.ring", "rank-00001.ledger", "rank-12345.ledger"):
+        (tmp_path / name).touch()
+    with trainer(None, run=tmp_path) as run:
+        run.fit(1)
+    assert [file.name for file in tmp_path.glob("*.ring")] == ["rank-00000.ring"]
+    assert list(ledger_files(tmp_path)) == [0, 1, 12345]
+    assert [each.rank for each in run_accounts(tmp_path)] == [0]  # the others have never begun
 
 
 @pytest.mark.parametrize("text", ["[]", '{"mesh": [["dp"]]}', '{"mesh": [["dp", "two"]]}', "x"])

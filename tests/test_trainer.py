@@ -271,13 +271,16 @@ def test_ranks_that_do_not_fit_together(tmp_path: Path) -> None:
 @pytest.mark.gloo
 def test_faults_inside_of_a_step(tmp_path: Path) -> None:
     """A bit that flips, and data that ends or fails while a step of ZeRO gathers parameters."""
-    cases = ["flipped_bit", "data_ends_in_step", "data_fails_in_step"]
+    cases = ["flipped_bit", "rewinds", "data_ends_in_step", "data_fails_in_step"]
     run_job(tmp_path, 2, cases)
     text = texts(tmp_path, cases)
     for rank in (0, 1):  # of two copies neither can be blamed alone
         found = text["flipped_bit", rank]
         assert found.startswith("TrainingError: After step 3 copies of the state differ")
         assert ": one of ranks 0, 1, which hold copies" in found
+        found = text["rewinds", rank]
+        assert found.startswith("MSCError: equal: True; After step 4 copies of the state differ")
+        assert found.endswith("all ranks go back to step 2 and repeat what came since")
     for rank in (0, 1):
         found = text["data_ends_in_step", rank]
         assert f"Rank {rank} (dp={rank}), step 3: The data ended at step 2" in found

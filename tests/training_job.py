@@ -138,6 +138,23 @@ def flipped_bit(folder: Path, rank: int) -> None:
         run.fit(1)
 
 
+def rewinds(folder: Path, rank: int) -> None:
+    """The same, and the run goes back to where the copies agreed."""
+    data = [models.tokens(seed) for seed in range(5)]
+    guard = msc.Guard(every=2, policy="rewind")
+    found = []
+    for disturbed in (False, True):
+        with msc.Trainer(compile_small(mesh="dp=2"), data, log=False, guard=guard) as run:
+            run.fit(3)
+            if disturbed and rank == 1:
+                next(iter(run._state.parameters.values())).view(-1).view(torch.int32)[0] ^= 1 << 20
+            run.fit(2)
+            found.append({**run.state_dict(), "losses": torch.tensor(run.losses)})
+            events = run.events
+    same = all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    raise msc.MSCError(f"equal: {same}; {events[0]}")
+
+
 FAILURES: dict[str, Callable[[Path, int], None]] = {
     function.__name__: function
     for function in (
@@ -149,6 +166,7 @@ FAILURES: dict[str, Callable[[Path, int], None]] = {
         data_ends_in_step,
         data_fails_in_step,
         flipped_bit,
+        rewinds,
     )
 }
 

@@ -24,7 +24,7 @@ from msc.ir.errors import UserError
 from msc.ir.mesh import Mesh
 from msc.program import Program
 from msc.ranks import Job
-from msc.runtime.checkpoint.arena import Arena, OtherArena
+from msc.runtime.checkpoint.arena import Arena
 from msc.runtime.checkpoint.dcp import METADATA, dcp_metadata
 from msc.runtime.checkpoint.image import Image
 from msc.runtime.checkpoint.loading import Broadcast, Loader, LoadReport, load_images
@@ -43,6 +43,7 @@ from msc.runtime.checkpoint.snapshot import Snapshots
 from msc.runtime.checkpoint.states import written_by
 from msc.runtime.checkpoint.storage import open_storage
 from msc.runtime.checkpoint.writer_process import WriterProcess
+from msc.runtime.recovery.images import Images, joined
 from msc.runtime.recovery.link import Link, MemorySource
 from msc.runtime.state import RankState
 
@@ -62,6 +63,11 @@ class History:
         self.losses[:] = other.losses
         self.grad_norms[:] = other.grad_norms
         self.learning_rates[:] = other.learning_rates
+
+    def cut(self, steps: int) -> None:
+        """Forget all but the first so many steps."""
+        for values in (self.losses, self.grad_norms, self.learning_rates):
+            del values[steps:]
 
     def to_json(self) -> str:
         """As text; numbers come back bit for bit."""
@@ -116,7 +122,7 @@ class RunCheckpoints:
         self._kept = None
 
     def restore(self, state: RankState, source: MemorySource) -> None:
-        """Go to a step that all ranks have in this host's memory; not collective."""
+        """Go to a step that there is of all ranks in host memory; not collective."""
         images = [
             Image(written_by(self._states.tensors, self._program.mesh, rank))
             for rank in range(self._program.mesh.size)
@@ -125,23 +131,30 @@ class RunCheckpoints:
             Part(rank, source.step, "", data_name(rank), image.size, tuple(image.stored()))
             for rank, image in enumerate(images)
         ]
-        held = [
-            OtherArena(handle, image.size, slot)
-            for handle, image, slot in zip(source.arenas, images, source.slots, strict=True)
-        ]
         target = self._empty_target(state)
         plan, rank = ReadPlan(parts, self._states), self._job.rank
-        load_images(plan, rank, [each.image for each in held], target)
-        facts = json.loads(held[rank].note)
+        needed: dict[int, list[tuple[int, int]]] = {}
+        for overlap in plan.needed_by(rank):
+            needed.setdefault(overlap.part, []).append((overlap.start, overlap.end))
+        with Images(source) as memory:
+            own, note = memory.get(rank, images[rank].size)
+            held = {
+                part: memory.get(part, images[part].size, joined(ranges))[0]
+                for part, ranges in needed.items()
+                if part != rank
+            }
+        load_images(plan, rank, held | {rank: own}, target)
+        facts = json.loads(note)
         self._put(state, target, source.step, facts["skipped"], facts["data"])
-        if held[rank].mark in read_marks(self._arena.handle, self._arena.marks_start):
-            self._kept = source.slots[rank]
+        marks = read_marks(self._arena.handle, self._arena.marks_start)
+        if source.mark in marks:
+            self._kept = marks.index(source.mark)
             return
         # This process has taken the rank: others need its snapshot as much as their own.
         self._kept = 0
-        self._arena.slots[0].copy_(held[rank].image)
-        self._arena.marks.note(0, held[rank].note)
-        self._arena.marks.set(0, held[rank].mark)
+        self._arena.slots[0].copy_(own)
+        self._arena.marks.note(0, note)
+        self._arena.marks.set(0, source.mark)
 
     def _empty_target(self, state: RankState) -> dict[str, Tensor]:
         parts = {tensor.name: tensor.of(state) for tensor in self._states.tensors}
@@ -341,6 +354,13 @@ class RunCheckpoints:
             self.writer.save(step, slot, request)
 
         self._snapshots.begin(values, slots, copied)
+
+    def save_whole(self, state: RankState, history: History) -> bool:
+        """Save this step and wait until it is complete; whether it is. Collective."""
+        self.save(state, history, wait=True)
+        self.flush()
+        complete = self._job.rank == 0 and self.writer.committed == state.step
+        return bool(self._share(b"complete" if complete else b"", 0))
 
     def _note(self, state: RankState, slot: int) -> Mark | None:
         """Put what is no tensor beside the slot; its mark once it is complete."""

@@ -41,5 +41,9 @@ TRITON = Flag(
     "Where Triton kernels run: interpret, in its interpreter on the CPU; all, on CUDA also where "
     "its own library is preferred; off, nowhere.",
 )
+FULL_WORLD_SIZE = Flag(
+    "MSC_FULL_WORLD_SIZE",
+    "How many ranks the job was started for, where it runs on fewer; the agent sets it for dp=*.",
+)
 
-FLAGS = (DUMP, LOG, STOP_AFTER, SKIP, TRITON)
+FLAGS = (DUMP, LOG, STOP_AFTER, SKIP, TRITON, FULL_WORLD_SIZE)

@@ -67,6 +67,10 @@ class Mesh:
         """Size of `axis`; 1 if the mesh does not name it."""
         return dict(self.axes).get(axis, 1)
 
+    def resized(self, axis: str, size: int) -> Mesh:
+        """The same mesh with another size of `axis`, which it names."""
+        return Mesh(tuple((name, size if name == axis else old) for name, old in self.axes))
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """Coordinates of `rank` on every named axis."""
         result: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -93,7 +93,7 @@ class Loader:
                 report.damage = problem
 
 
-def load_images(plan: ReadPlan, rank: int, images: Sequence[Tensor], target: Target) -> None:
+def load_images(plan: ReadPlan, rank: int, images: Mapping[int, Tensor], target: Target) -> None:
     """Fill `target`, zeros so far, out of the data files' images in this host's memory, by part."""
     for overlap in plan.needed_by(rank):
         if overlap.tensor.name in target:

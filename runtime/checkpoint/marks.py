@@ -36,6 +36,18 @@ class Marks:
         for slot in range(SLOTS):
             self.clear(slot)
 
+    @staticmethod
+    def existing(view: memoryview) -> Marks:
+        """An area that has marks already."""
+        marks = Marks.__new__(Marks)
+        marks._view = view
+        return marks
+
+    def oldest(self) -> int:
+        """The slot to be written next: one that is not complete, else that of the older step."""
+        found = [_MARK.unpack_from(self._view, slot * _MARK.size) for slot in range(SLOTS)]
+        return min(range(SLOTS), key=lambda slot: (found[slot][1], found[slot][0]))
+
     def clear(self, slot: int) -> None:
         """The slot is about to be written."""
         _MARK.pack_into(self._view, slot * _MARK.size, 0, -1)

@@ -2,7 +2,8 @@
 
 Between two attempts nobody writes. After one that ended as it should, that time is idle. After one
 that did not, it is "detect" until the first rank knew of the failure, then "repair"; if no rank has
-noted it, nobody knew until the next attempt began.
+noted it, nobody knew until the next attempt of any rank began. The time in which a rank is missing,
+since the others go on without it, is "repair" by that.
 """
 
 from __future__ import annotations
@@ -50,27 +51,25 @@ def accounts(ledgers: Mapping[int, Sequence[Attempt]]) -> list[Account]:
     started = {rank: attempts for rank, attempts in ledgers.items() if attempts}
     everything = [attempt for attempts in started.values() for attempt in attempts]
     end = max((attempt.end_s for attempt in everything), default=0.0)
-    noticed = sorted(a.noticed_s for a in everything if a.noticed_s)
-    return [_account(rank, started[rank], end, noticed) for rank in sorted(started)]
+    known = sorted(t for a in everything for t in (a.noticed_s, a.began_s) if t)
+    return [_account(rank, started[rank], end, known) for rank in sorted(started)]
 
 
-def _account(
-    rank: int, attempts: Sequence[Attempt], end: float, noticed: Sequence[float]
-) -> Account:
+def _account(rank: int, attempts: Sequence[Attempt], end: float, known: Sequence[float]) -> Account:
     seconds = dict.fromkeys(CLASSES, 0.0)
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
         for name, spent in attempt.seconds.items():
             seconds[name] += spent
         if following is not None:
-            _add_gap(seconds, attempt, following.began_s, noticed)
+            _add_gap(seconds, attempt, following.began_s, known)
         elif not attempt.ended:
-            _add_gap(seconds, attempt, end, noticed)
+            _add_gap(seconds, attempt, end, known)
     steps = max(attempt.last_step for attempt in attempts)
     return Account(rank, sum(seconds.values()), seconds, len(attempts), steps)
 
 
 def _add_gap(
-    seconds: dict[str, float], attempt: Attempt, until: float, noticed: Sequence[float]
+    seconds: dict[str, float], attempt: Attempt, until: float, known: Sequence[float]
 ) -> None:
     start = attempt.end_s
     length = max(until - start, 0.0)
@@ -79,9 +78,9 @@ def _add_gap(
     elif attempt.last == REPAIR:
         seconds[REPAIR] += length
     else:
-        known = next((moment for moment in noticed if start <= moment <= until), until)
-        seconds[DETECT] += min(known - start, length)
-        seconds[REPAIR] += length - min(known - start, length)
+        first = next((moment for moment in known if start <= moment <= until), until)
+        seconds[DETECT] += min(first - start, length)
+        seconds[REPAIR] += length - min(first - start, length)
 
 
 def mean(found: Sequence[Account]) -> dict[str, float]:

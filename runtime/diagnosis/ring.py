@@ -18,8 +18,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +210,17 @@ def read_ring(file: Path, last: int | None = None) -> RankView:
         started,
         tuple(records),
     )
+
+
+def view_to_data(view: RankView) -> dict[str, Any]:
+    """As JSON has it, with the records of the rank's step."""
+    found = vars(view) | {"records": []}
+    if view.in_step:
+        found["records"] = [astuple(each) for each in view.records[-view.in_step :]]
+    return found
+
+
+def view_from_data(data: Mapping[str, Any]) -> RankView:
+    """What `view_to_data` has made."""
+    records = tuple(Record(*each) for each in data["records"])
+    return RankView(**{**data, "records": records})

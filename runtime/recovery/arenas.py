@@ -1,9 +1,9 @@
-"""The snapshots of all ranks in host memory, as the agent holds them: a dead rank's outlive it."""
+"""The snapshots of ranks in host memory, as a node's agent holds them: a dead rank's outlive it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from msc.runtime.checkpoint.marks import Mark, read_marks
@@ -25,13 +25,10 @@ class HeldArena:
         os.close(self.handle)
 
 
-def newest_common(arenas: Mapping[int, HeldArena], world: int) -> tuple[int, list[int]] | None:
-    """The newest step that all ranks have, and the slot of each; None if there is none."""
-    found = [arenas[rank].steps() for rank in range(world) if rank in arenas]
+def newest_common(held: Mapping[int, Collection[Mark]], world: int) -> Mark | None:
+    """The newest snapshot that there is of every rank; None if there is none."""
+    found = [set(held[rank]) for rank in range(world) if rank in held]
     if len(found) < world:
         return None
-    common = set(found[0]).intersection(*found[1:])
-    if not common:
-        return None
-    newest = max(common, key=lambda mark: (mark.step, mark.generation))
-    return newest.step, [steps[newest] for steps in found]
+    common = found[0].intersection(*found[1:])
+    return max(common, key=lambda mark: (mark.step, mark.generation), default=None)

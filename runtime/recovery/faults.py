@@ -12,7 +12,8 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, s
 
 @dataclass(frozen=True)
 class Fault:
-    """What happened to a rank, or to the connections of all (rank None).
+    """What happened to a rank, to a node and all its ranks (`node`, `lost`), or to the connections
+    of all (rank None).
 
     doing: what it did then; code: the exit code for the whole job if this is the end; program:
     whether the program itself may be the cause, so that it would come again; final: whether it
@@ -29,9 +30,14 @@ class Fault:
     final: bool = False
     restart: bool = False
     detect_s: float = 0.0
+    node: str = ""
+    lost: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         who = "the group of all ranks" if self.rank is None else f"rank {self.rank}"
+        if self.node:
+            ranks = f"rank{'s' * (len(self.lost) > 1)} {', '.join(map(str, self.lost))}"
+            who = f"{self.node} with {ranks}"
         where = "" if self.step is None else f" in step {self.step}"
         return f"{who} {self.what}{where}" + (f", {self.doing}" if self.doing else "")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from msc.runtime.diagnosis.blame import (
     BUSY,
@@ -19,8 +20,8 @@ from msc.runtime.diagnosis.blame import (
     Cause,
     blame,
 )
-from msc.runtime.diagnosis.ring import RankView, read_pulse, read_ring
-from msc.runtime.diagnosis.schedule import Act, from_text
+from msc.runtime.diagnosis.ring import RankView, view_from_data
+from msc.runtime.diagnosis.schedule import from_text
 
 STILL_S = 2.5
 """How long no rank may get on before the rings are read: the least such time."""
@@ -41,11 +42,8 @@ _TOGETHER = (RING, STUCK, SILENT)
 
 @dataclass
 class Pulse:
-    """What one rank's ring has said last, and when it changed."""
+    """How far one rank was last, and when that was heard."""
 
-    ring: Path
-    schedule: Path
-    said: bytes = b""
     step: int = 0
     changed: float = field(default_factory=time.monotonic)
 
@@ -54,12 +52,13 @@ class Pulse:
 class Standstill:
     """Nobody gets on: for how long, which ranks are the cause, and what is said of them.
 
-    guilty: ranks that must be replaced; without any, all must meet again.
+    guilty: ranks that must be replaced; without any, all must meet again; views: their rings.
     """
 
     seconds: float
     guilty: tuple[Cause, ...]
     text: str
+    views: Mapping[int, RankView]
 
 
 class Health:
@@ -71,10 +70,6 @@ class Health:
         self._last_step = time.monotonic()
         self._next_look = 0.0
 
-    def watch(self, rank: int, ring: Path, schedule: Path) -> None:
-        """A rank writes into this ring from now on."""
-        self._pulses[rank] = Pulse(ring, schedule)
-
     def begin(self) -> None:
         """A generation begins: its first steps may take any time."""
         self._steps.clear()
@@ -82,23 +77,12 @@ class Health:
         for pulse in self._pulses.values():
             pulse.step, pulse.changed = 0, self._last_step
 
-    def view(self, rank: int) -> RankView | None:
-        """What a rank's ring says; None if it has none."""
-        pulse = self._pulses.get(rank)
-        try:
-            return None if pulse is None else read_ring(pulse.ring)
-        except (OSError, ValueError):
-            return None
-
-    def look(self) -> None:
-        """See how far the ranks are."""
+    def hear(self, steps: Mapping[int, int]) -> None:
+        """These ranks have got on, and are in these steps."""
         now = time.monotonic()
-        for pulse in self._pulses.values():
-            found = read_pulse(pulse.ring)
-            if found is None or found[0] == pulse.said:
-                continue
+        for rank, step in steps.items():
+            pulse = self._pulses.setdefault(rank, Pulse())
             pulse.changed = now
-            pulse.said, step = found
             if step > pulse.step and pulse is next(iter(self._pulses.values())):
                 if pulse.step:  # else it is the first step, which warms up
                     self._steps.append((now - self._last_step) / (step - pulse.step))
@@ -112,33 +96,45 @@ class Health:
             return FIRST_STEPS_S
         return max(STILL_S, TIMES * max(self._steps))
 
+    def step_of(self, ranks: Iterable[int]) -> int | None:
+        """The last step that one of these ranks was known to be in."""
+        return max(
+            (self._pulses[rank].step for rank in ranks if rank in self._pulses), default=None
+        )
+
     def slow_step_s(self) -> float:
         """How long one of the last steps took at most."""
         return max(self._steps, default=0.0)
 
-    def standstill(self) -> Standstill | None:
-        """Whether nobody gets on, and why; None if ranks do, or wait for what is no fault."""
+    def wants_rings(self) -> bool:
+        """Whether nobody gets on, so that all rings must be read."""
         now = time.monotonic()
-        if not self._pulses or now < self._next_look:
-            return None
-        still = now - max(pulse.changed for pulse in self._pulses.values())
+        if not self._pulses or now < self._next_look or self._still(now) < self.patience_s:
+            return False
+        self._next_look = now + _LOOK_S
+        return True
+
+    def judge(self, rings: Iterable[Mapping[str, Any]], world: int) -> Standstill | None:
+        """Why nobody gets on, by the rings of all ranks (see `Rings.all`).
+
+        None if ranks do meanwhile, or wait for what is no fault.
+        """
+        still = self._still(time.monotonic())
         if still < self.patience_s:
             return None
-        self._next_look = now + _LOOK_S
-        views: dict[int, RankView] = {}
-        schedules: dict[int, list[Act]] = {}
-        for rank, pulse in self._pulses.items():
-            view = self.view(rank)
-            if view is not None:
-                views[rank] = view
-            schedules[rank] = from_text(pulse.schedule.read_text())
-        causes = blame(views, schedules, len(self._pulses)).causes
+        found = list(rings)
+        views = {each["rank"]: view_from_data(each["view"]) for each in found if each["view"]}
+        schedules = {each["rank"]: from_text(each["schedule"]) for each in found}
+        causes = blame(views, schedules, world).causes
         kinds = _GUILTY if still < WITHOUT_DATA_S else _GUILTY + _SLOW
         guilty = tuple(cause for cause in causes if cause.what in kinds)
         text = "; ".join(f"rank {c.rank} {c.what}{_detail(c)}" for c in causes) or "nobody gets on"
         if guilty or any(cause.what in _TOGETHER for cause in causes):
-            return Standstill(still, guilty, text)
+            return Standstill(still, guilty, text, views)
         return None
+
+    def _still(self, now: float) -> float:
+        return now - max(pulse.changed for pulse in self._pulses.values())
 
 
 def _detail(cause: Cause) -> str:

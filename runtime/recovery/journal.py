@@ -1,7 +1,8 @@
 """The losses of a run, in memory that outlives every rank: for who takes over, and to compare.
 
 8 bytes      which Trainer of the script the steps are of
-per step     whether it is there, and whether it has a norm; loss, norm, learning rate
+per step     whether it is there, and whether it has a norm (lowest 8 bits), and on how many ranks
+             it was taken; loss, norm, learning rate
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from dataclasses import dataclass
 _HEAD = struct.Struct("<q")
 _ENTRY = struct.Struct("<qddd")
 _THERE, _HAS_NORM = 1, 2
+_FLAG_BITS = 8
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a step came to; norm is None where the optimizer needs none."""
+    """What a step came to; norm is None where the optimizer needs none.
+
+    ranks: on how many it was taken, 0 where that is not known.
+    """
 
     loss: float
     norm: float | None
     rate: float
+    ranks: int = 0
 
 
 class Journal:
@@ -45,6 +51,15 @@ class Journal:
             os.ftruncate(self.handle, 0)
             os.pwrite(self.handle, _HEAD.pack(trainer), 0)
 
+    def replace(self, data: bytes) -> None:
+        """Take over all that the journal of another host has."""
+        os.ftruncate(self.handle, 0)
+        os.pwrite(self.handle, data, 0)
+
+    def clear(self) -> None:
+        """Forget all."""
+        os.ftruncate(self.handle, 0)
+
     @property
     def steps(self) -> int:
         """How many steps were ever taken."""
@@ -55,9 +70,19 @@ class Journal:
         before = self._read(step)
         flags = _THERE | (0 if entry.norm is None else _HAS_NORM)
         norm = 0.0 if entry.norm is None else entry.norm
-        packed = _ENTRY.pack(flags, entry.loss, norm, entry.rate)
+        packed = _ENTRY.pack(flags | entry.ranks << _FLAG_BITS, entry.loss, norm, entry.rate)
         os.pwrite(self.handle, packed, _HEAD.size + (step - 1) * _ENTRY.size)
         return before
+
+    def fill(self, step: int, entry: Entry) -> None:
+        """Note step `step` unless it is there, with this loss."""
+        before = self._read(step)
+        if before is None or before.loss != entry.loss:
+            self.write(step, entry)
+
+    def cut(self, steps: int) -> None:
+        """Forget all but the first so many steps."""
+        os.ftruncate(self.handle, _HEAD.size + steps * _ENTRY.size)
 
     def first(self, count: int) -> list[Entry]:
         """Steps 1 to `count`."""
@@ -69,4 +94,6 @@ class Journal:
         if len(raw) < _ENTRY.size:
             return None
         flags, loss, norm, rate = _ENTRY.unpack(raw)
-        return Entry(loss, norm if flags & _HAS_NORM else None, rate) if flags else None
+        if not flags:
+            return None
+        return Entry(loss, norm if flags & _HAS_NORM else None, rate, flags >> _FLAG_BITS)

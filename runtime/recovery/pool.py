@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from msc.runtime.recovery.process import Worker
@@ -27,21 +26,12 @@ Message = tuple[Worker, dict[str, Any], list[int]]
 class Pool:
     """Starts processes, hears them, and leaves none behind.
 
-    environment: what a process that is no rank yet has; standbys: how many wait, with `modules`
-    imported; tell: is told of a standby that ends.
+    modules: what a process imports that waits to be a rank.
     """
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        standbys: int,
-        modules: Sequence[str],
-        tell: Callable[[str], None],
-    ) -> None:
-        self._environment = {**os.environ, **environment}
-        self._wanted = standbys
+    def __init__(self, modules: Sequence[str]) -> None:
         self._modules = modules
-        self._tell = tell
+        self._died = 0  # of those that wait, as the next would
         self._selector = selectors.DefaultSelector()
         self._standbys: list[Worker] = []
         self._doomed: dict[Worker, float] = {}  # until when they may say what failed
@@ -49,7 +39,7 @@ class Pool:
 
     def new(self) -> Worker:
         """Start a process."""
-        worker = Worker(self._environment)
+        worker = Worker()
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
         return worker
 
@@ -61,9 +51,17 @@ class Pool:
         self._standbys.remove(worker)
         return worker, True
 
-    def stand_by(self) -> None:
-        """Start as many that wait as there should be."""
-        while len(self._standbys) < self._wanted:
+    def listen(self, file: Any) -> None:
+        """Let `heard` also end its wait when `file` can be read."""
+        self._selector.register(file, selectors.EVENT_READ)
+
+    def ignore(self, file: Any) -> None:
+        """Take back `listen`."""
+        self._selector.unregister(file)
+
+    def stand_by(self, count: int) -> None:
+        """Let `count` processes wait, less those that have ended while they did."""
+        while len(self._standbys) < count - self._died:
             worker = self.new()
             worker.stand_by(self._modules)
             self._standbys.append(worker)
@@ -76,6 +74,8 @@ class Pool:
         """What processes tell, with the files that come along; waits a tick for the first."""
         closing = False
         for key, _ in self._selector.select(TICK_S):
+            if key.data is None:
+                continue
             received = key.data.channel.receive()
             if received is None:
                 self.forget(key.data)
@@ -98,29 +98,39 @@ class Pool:
         """Whether it was given up."""
         return worker in self._doomed
 
-    @property
-    def waits_for_words(self) -> bool:
-        """Whether a process that was given up may still say what failed."""
-        return bool(self._doomed)
-
     def part_with(self, worker: Worker) -> None:
         """A process is no rank any more: kill it, unless it has yet to say what failed."""
         if worker not in self._doomed:
             self._bury(worker)
 
-    def reap(self) -> None:
-        """Look after processes that are no ranks."""
+    def destroy(self, worker: Worker) -> None:
+        """Kill a rank and all that it has started, so that nothing of it is written any more."""
+        self._doomed.pop(worker, None)
+        self._bury(worker)
+        worker.end_children(signal.SIGKILL)
+
+    def reap(self) -> tuple[int, list[Worker]]:
+        """Look after processes that are no ranks.
+
+        How many standbys have ended, each of which is one less from now on; and which of those that
+        were given up are gone.
+        """
         now = time.monotonic()
-        for worker, deadline in list(self._doomed.items()):
-            if worker.poll() is not None or now > deadline:
-                del self._doomed[worker]
-                self._bury(worker)
-        for worker in [each for each in self._standbys if each.poll() is not None]:
-            self._standbys.remove(worker)
-            self._wanted -= 1
+        over = [
+            worker
+            for worker, deadline in self._doomed.items()
+            if worker.poll() is not None or now > deadline
+        ]
+        for worker in over:
+            del self._doomed[worker]
             self._bury(worker)
-            self._tell("a standby process ended before it was needed; there is no new one")
+        lost = [worker for worker in self._standbys if worker.poll() is not None]
+        for worker in lost:
+            self._standbys.remove(worker)
+            self._died += 1
+            self._bury(worker)
         self._left = [worker for worker in self._left if worker.children()]
+        return len(lost), over
 
     def end(self, ranks: Sequence[Worker]) -> None:
         """End every process; those that write a checkpoint may finish."""

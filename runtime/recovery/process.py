@@ -22,14 +22,12 @@ class Worker:
     ends.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
         ours, theirs = Channel.pair()
         self.channel = ours
         handle = theirs.fileno()
         command = [sys.executable, "-u", "-m", _MODULE, str(handle), str(os.getpid())]
-        self._process = subprocess.Popen(
-            command, env=dict(environment), pass_fds=[handle], start_new_session=True
-        )
+        self._process = subprocess.Popen(command, pass_fds=[handle], start_new_session=True)
         theirs.close()
         self.warm = False
 

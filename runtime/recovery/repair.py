@@ -12,6 +12,7 @@ from msc.runtime.recovery.faults import Fault
 class Repair:
     """Times are those of `time.monotonic`, 0 while it is not so far.
 
+    faults: what it began with; none where more ranks go on.
     left: all survivors were out of their group; joined: all ranks were there; load_s: of the
     slowest rank; source, step: where the state came from, and of which step it is; caught_up: the
     first new step; standbys: how many took a rank.
@@ -36,7 +37,7 @@ class Repair:
         both = self.restored - self.joined
         load = min(self.load_s, both)
         return {
-            "detect": self.faults[0].detect_s,
+            "detect": self.faults[0].detect_s if self.faults else 0.0,
             "tear down": left - self.noticed,
             "start": self.joined - left,
             "groups": both - load,

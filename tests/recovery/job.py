@@ -3,9 +3,10 @@
 Trains the program in FOLDER/MESH to STEPS, or "6+12" in two calls of fit, with checkpoints in
 FOLDER/RESULT.saves; rank 0's findings go to FOLDER/RESULT. FAULTS are `RANK@STEP@WHAT` with commas
 between them, each done once, when the rank asks for the data of the step: WHAT is a signal,
-"raise", "spin" (computes for ever), "wait" (until a standby is there), or "always", which raises
-every time. At STEP "fit" it is done before the first step, and at "start" before the rank meets the
-others, if a fault was done before.
+"raise", "spin" (computes for ever), "wait" (until a standby is there), "wait N" (until N are),
+"until FILE" (until it is in FOLDER), "node SIGNAL", which sends a signal to the rank's agent and
+all of its ranks, or "always", which raises every time. At STEP "fit" it is done before the first
+step, and at "start" before the rank meets the others, if a fault was done before.
 """
 
 from __future__ import annotations
@@ -54,11 +55,25 @@ def do_faults(step: str, trainer: Any) -> None:
             raise ValueError("on purpose")
         if what == "spin":
             trainer._executor.run = spin
-        elif what == "wait":
+        elif what.startswith("wait"):
             link = current()
             assert link is not None
-            while "standby is warm" not in (link.folder / "events.jsonl").read_text():
+            count = int(what.removeprefix("wait") or 1)
+            while (link.folder / "events.jsonl").read_text().count("standby is warm") < count:
                 time.sleep(0.05)
+        elif what.startswith("until "):
+            while not (FOLDER / what.removeprefix("until ")).exists():
+                time.sleep(0.05)
+        elif what.startswith("node "):
+            agent = os.getppid()
+            ranks = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+            for pid in [
+                agent,
+                *(int(pid) for pid in ranks if int(pid) != os.getpid()),
+                os.getpid(),
+            ]:
+                os.kill(pid, getattr(signal, what.removeprefix("node ")))
+            time.sleep(0.1)
         else:
             os.kill(os.getpid(), getattr(signal, what))
             time.sleep(0.1)

@@ -59,6 +59,15 @@ def test_a_rank_that_is_gone_has_lost_the_time_until_the_others_end() -> None:
     assert ended.wall_s == 20
 
 
+def test_a_rank_that_the_others_go_on_without_is_under_repair() -> None:
+    stays = [attempt(0, compute=10), attempt(14, compute=50), attempt(65, compute=35)]
+    leaves = [attempt(0, compute=10), attempt(64, compute=36)]
+    first, second = accounts({0: stays, 1: leaves})
+    assert (first.seconds["detect"], first.seconds["repair"]) == (4, 1)
+    assert (second.seconds["detect"], second.seconds["repair"]) == (4, 50)
+    assert first.wall_s == second.wall_s == 100
+
+
 @pytest.mark.parametrize("ledgers", [{}, {0: []}])
 def test_no_attempts_no_accounts(ledgers: dict[int, list[Attempt]]) -> None:
     assert accounts(ledgers) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -18,8 +19,9 @@ from msc.runtime.recovery import health, sockets
 from msc.runtime.recovery.arenas import HeldArena, newest_common
 from msc.runtime.recovery.channel import Channel
 from msc.runtime.recovery.faults import Fault, Memory, of_exit
-from msc.runtime.recovery.health import Health
+from msc.runtime.recovery.health import Health, Standstill
 from msc.runtime.recovery.journal import Entry, Journal
+from msc.runtime.recovery.rings import Rings
 
 CPU = torch.device("cpu")
 
@@ -58,22 +60,39 @@ def test_a_journal_gives_back_what_a_step_came_to_before() -> None:
     assert journal.steps == 0
 
 
+def test_a_journal_knows_on_how_many_ranks_a_step_was_taken() -> None:
+    journal = Journal.new()
+    journal.begin(1)
+    first = Entry(1.5, 2.0, 0.1, ranks=12_288)
+    journal.write(1, first)
+    journal.fill(1, Entry(1.5, 2.0, 0.1))  # from a checkpoint, which does not say
+    journal.fill(2, Entry(1.25, 2.0, 0.1))
+    assert journal.first(2) == [first, Entry(1.25, 2.0, 0.1, ranks=0)]
+    journal.cut(1)
+    assert (journal.steps, journal.first(2)) == (1, [first])
+
+
 def test_the_newest_step_is_one_that_all_have() -> None:
     arenas = [Arena(100, CPU) for _ in range(3)]
-    held = {n: HeldArena(arena.handle, arena.marks_start) for n, arena in enumerate(arenas)}
-    assert newest_common(held, 3) is None
+
+    def newest(world: int = 3) -> tuple[Mark, list[int]] | None:
+        held = {n: HeldArena(a.handle, a.marks_start).steps() for n, a in enumerate(arenas)}
+        found = newest_common(held, world)
+        return None if found is None else (found, [held[rank][found] for rank in range(world)])
+
+    assert newest() is None
     for arena in arenas:
         arena.marks.set(0, Mark(1, 4))
     for arena in arenas[1:]:
         arena.marks.set(1, Mark(1, 6))
-    assert newest_common(held, 3) == (4, [0, 0, 0])
+    assert newest() == (Mark(1, 4), [0, 0, 0])
     arenas[0].marks.set(1, Mark(2, 6))  # the same step of another generation
-    assert newest_common(held, 3) == (4, [0, 0, 0])
+    assert newest() == (Mark(1, 4), [0, 0, 0])
     arenas[0].marks.set(1, Mark(1, 6))
-    assert newest_common(held, 3) == (6, [1, 1, 1])
+    assert newest() == (Mark(1, 6), [1, 1, 1])
     arenas[2].marks.clear(1)  # it is being written
-    assert newest_common(held, 3) == (4, [0, 0, 0])
-    assert newest_common(held, 4) is None
+    assert newest() == (Mark(1, 4), [0, 0, 0])
+    assert newest(4) is None
 
 
 def test_a_slot_is_read_through_the_open_file_of_another_process() -> None:
@@ -131,40 +150,45 @@ def test_who_computes_while_others_wait_is_found(
 ) -> None:
     for name in ("FIRST_STEPS_S", "STILL_S", "TIMES", "_LOOK_S"):
         monkeypatch.setattr(health, name, 0.0)
+    told, watched = Rings(), Health()
     channel = collective_channel("dp", (0, 1))
     schedule = [Act("all_reduce", channel, 8, "here"), Act("wait", channel, 0, "here", 0)]
-    watched = Health()
     rings = []
     for rank in range(2):
         path, file = tmp_path / f"{rank}.ring", tmp_path / f"{rank}.json"
         rings.append(Ring(path, rank, [channel]))
         file.write_text(to_text(schedule))
-        watched.watch(rank, path, file)
+        told.watch(rank, path, file)
     for ring in rings:
         ring.phase("step", 1)
     rings[0].enter(rings[0].start("all_reduce", channel, 8))
-    watched.look()
-    found = watched.standstill()
+
+    def standstill() -> Standstill | None:
+        watched.hear(told.news())
+        assert watched.wants_rings()
+        return watched.judge(json.loads(json.dumps(told.all())), 2)
+
+    found = standstill()
     assert found is not None
     assert [cause.rank for cause in found.guilty] == [1]
+    assert found.views == {rank: told.view(rank) for rank in range(2)}
     rings[1].phase("data")  # it may just be slow
-    watched.look()
-    assert watched.standstill() is None
+    assert standstill() is None
     monkeypatch.setattr(health, "WITHOUT_DATA_S", 0.0)
-    found = watched.standstill()
+    found = standstill()
     assert found is not None
     assert "rank 1 waits for data" in found.text
 
 
 def test_nobody_is_blamed_before_a_few_steps_say_how_long_they_take(tmp_path: Path) -> None:
-    watched = Health()
+    told, watched = Rings(), Health()
     watched.begin()
     assert watched.patience_s == health.FIRST_STEPS_S
     ring = Ring(tmp_path / "ring", 0, [])
-    watched.watch(0, tmp_path / "ring", tmp_path / "schedule")
+    told.watch(0, tmp_path / "ring", tmp_path / "schedule")
     for step in range(1, 5):
         ring.phase("step", step)
-        watched.look()
+        watched.hear(told.news())
     assert watched.patience_s == health.STILL_S
 
 
