@@ -364,7 +364,8 @@ class Agent:
         if repair is not None and not repair.left:
             if not any(member.stage is Stage.LEAVES for member in self._members):
                 repair.left = now
-        if self._lost is not None and now - self._lost > _LOST_S:
+        waiting = all(member.stage is Stage.WAITS for member in self._members)
+        if self._lost is not None and (waiting or now - self._lost > _LOST_S):
             gone = [member for member in self._members if member.stage is Stage.ENDED]
             for member in gone:
                 self._note(member, "ended before the others did", code=1, program=True)
@@ -372,7 +373,7 @@ class Agent:
                 self._news.append(Fault(None, "lost a connection", None, detect_s=_LOST_S))
             self._lost = None
             return
-        if all(member.stage is Stage.WAITS for member in self._members):
+        if waiting:
             self._form()
         if repair is None and all(member.stage is Stage.RUNS for member in self._members):
             self._pool.stand_by()
