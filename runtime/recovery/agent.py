@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from msc.ir.torch_private import TCPStore
+from msc.runtime.diagnosis.blame import MISMATCH
 from msc.runtime.recovery.arenas import HeldArena, newest_common
 from msc.runtime.recovery.environment import HOST, rank_environment
 from msc.runtime.recovery.events import Events
@@ -153,8 +154,10 @@ class Agent:
             self._note(member, what, code=status, program=program, detect_s=now - before)
         self._pool.reap()
 
-    def _note(self, member: Member, what: str, step: int | None = None, **facts: Any) -> None:
-        """A fault of a rank, with what its ring says that it did."""
+    def _note(
+        self, member: Member, what: str, step: int | None = None, more: str = "", **facts: Any
+    ) -> None:
+        """A fault of a rank, with what its ring says that it did, and `more`."""
         view = self._health.view(member.rank)
         doing = ""
         if view is not None and member.stage in (Stage.RUNS, Stage.LEAVES, Stage.WAITS):
@@ -163,6 +166,7 @@ class Agent:
             doing = f"while it waited on {wait.channel}" if wait else f"in phase '{view.phase}'"
         if member.told and "raised" not in what:
             doing = f"after {member.told}"
+        doing = ", ".join(text for text in (more, doing) if text)
         self._news.append(Fault(member.rank, what, step or None, doing, **facts))
 
     def _look(self) -> None:
@@ -187,7 +191,8 @@ class Agent:
         for cause in found.guilty:
             self._note(
                 self._members[cause.rank],
-                f"{cause.what} for {found.seconds:.1f} s",
+                cause.what,
+                more=cause.detail if cause.what == MISMATCH else f"for {found.seconds:.1f} s",
                 program=True,
                 detect_s=found.seconds,
             )
@@ -297,7 +302,7 @@ class Agent:
     # -- repair
 
     def _begin_repair(self) -> None:
-        faults, self._news = self._news, []
+        faults, self._news = self._first_causes(self._news), []
         self._lost = None
         for fault in faults:
             self.events.record("fault", generation=self._generation, **vars(fault))
@@ -329,6 +334,22 @@ class Agent:
         if self._repair is None:
             self._repair = Repair(faults)
         self._take_apart(kept, self._repair)
+
+    def _first_causes(self, faults: Sequence[Fault]) -> list[Fault]:
+        """Where a rank has done something else than its program, a crash is no cause but follows.
+
+        Of gloo, a collective that others do not have can end any of their processes.
+        """
+        if not self._recovers or not any(fault.program for fault in faults):
+            return list(faults)
+        causes = []
+        for cause in self._health.mismatches():
+            own = next((fault for fault in faults if fault.rank == cause.rank), None)
+            if own is None or own.what != cause.what:
+                self._note(self._members[cause.rank], cause.what, more=cause.detail, program=True)
+                causes.append(self._news.pop())
+        ranks = {cause.rank for cause in causes}
+        return [*causes, *(fault for fault in faults if fault.rank not in ranks)]
 
     def _take_apart(self, kept: Sequence[Member], repair: Repair) -> None:
         patience = max(_LEAVE_S, 2 * self._health.slow_step_s())

@@ -117,14 +117,32 @@ class Health:
         return max(self._steps, default=0.0)
 
     def standstill(self) -> Standstill | None:
-        """Whether nobody gets on, and why; None if ranks do, or wait for what is no fault."""
+        """Whether nobody gets on, and why; None if ranks do, or wait for what is no fault.
+
+        A rank that runs another program is no slow one, so it is found in the first steps too.
+        """
         now = time.monotonic()
         if not self._pulses or now < self._next_look:
             return None
         still = now - max(pulse.changed for pulse in self._pulses.values())
-        if still < self.patience_s:
+        if still < STILL_S:
             return None
         self._next_look = now + _LOOK_S
+        causes = self._causes()
+        if still < self.patience_s and not any(cause.what == MISMATCH for cause in causes):
+            return None
+        kinds = _GUILTY if still < WITHOUT_DATA_S else _GUILTY + _SLOW
+        guilty = tuple(cause for cause in causes if cause.what in kinds)
+        text = "; ".join(f"rank {c.rank} {c.what}{_detail(c)}" for c in causes) or "nobody gets on"
+        if guilty or any(cause.what in _TOGETHER for cause in causes):
+            return Standstill(still, guilty, text)
+        return None
+
+    def mismatches(self) -> tuple[Cause, ...]:
+        """The ranks that have done something else than their programs, whatever came of it."""
+        return tuple(cause for cause in self._causes() if cause.what == MISMATCH)
+
+    def _causes(self) -> tuple[Cause, ...]:
         views: dict[int, RankView] = {}
         schedules: dict[int, list[Act]] = {}
         for rank, pulse in self._pulses.items():
@@ -132,13 +150,7 @@ class Health:
             if view is not None:
                 views[rank] = view
             schedules[rank] = from_text(pulse.schedule.read_text())
-        causes = blame(views, schedules, len(self._pulses)).causes
-        kinds = _GUILTY if still < WITHOUT_DATA_S else _GUILTY + _SLOW
-        guilty = tuple(cause for cause in causes if cause.what in kinds)
-        text = "; ".join(f"rank {c.rank} {c.what}{_detail(c)}" for c in causes) or "nobody gets on"
-        if guilty or any(cause.what in _TOGETHER for cause in causes):
-            return Standstill(still, guilty, text)
-        return None
+        return blame(views, schedules, len(self._pulses)).causes
 
 
 def _detail(cause: Cause) -> str:
