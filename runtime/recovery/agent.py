@@ -81,7 +81,7 @@ class Agent:
         self._signal = 0
         self._code: int | None = None
         self._new_store()
-        self._pool = Pool(self._environment(0), standbys, modules, self.events.say)
+        self._pool = Pool(self._environment(0), standbys, modules, self._standby_ended)
 
     def run(self) -> int:
         """Run to the end; the exit code: 0, that of the rank that failed, or 128 and a signal."""
@@ -120,6 +120,10 @@ class Agent:
         repair.replaced.add(member.rank)
         self._members[member.rank] = member = Member(member.rank, worker)
         self._start(member)
+
+    def _standby_ended(self, text: str) -> None:
+        self.events.record("standby ended")
+        self.events.say(text)
 
     # -- one turn
 
@@ -391,7 +395,8 @@ class Agent:
             for member in gone:
                 self._note(member, "ended before the others did", code=1, program=True)
             if not gone:
-                self._news.append(Fault(None, "lost a connection", None, detect_s=_LOST_S))
+                waited = now - self._lost
+                self._news.append(Fault(None, "lost a connection", None, detect_s=waited))
             self._lost = None
             return
         if waiting:

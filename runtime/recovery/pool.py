@@ -117,9 +117,10 @@ class Pool:
                 self._bury(worker)
         for worker in [each for each in self._standbys if each.poll() is not None]:
             self._standbys.remove(worker)
-            self._wanted -= 1
+            self._wanted -= not worker.warm  # one that cannot even import would end again
             self._bury(worker)
-            self._tell("a standby process ended before it was needed; there is no new one")
+            then = "another is started" if worker.warm else "there is no new one"
+            self._tell(f"a standby process ended before it was needed; {then}")
         self._left = [worker for worker in self._left if worker.children()]
 
     def end(self, ranks: Sequence[Worker]) -> None:
