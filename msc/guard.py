@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from msc.checkpoint.program_state import state_tensors
-from msc.ir.errors import InputError, TrainingError
+from msc.ir.errors import InputError, LostRankError, TrainingError
 from msc.program import Program
 from msc.ranks import Job
 from msc.runtime.corruption.fingerprints import Replicas, word_sum
@@ -29,8 +29,9 @@ class Guard:
 
     Args:
         every: compare the copies of parameters and optimizer state on all ranks after every so many
-            steps. Copies that differ stop the run, and the error names the rank: its state cannot
-            be trusted, nor what was reduced with it since the comparison before.
+            steps, and before each save. Copies that differ stop the run, and the error names the
+            rank: its state cannot be trusted, nor what was reduced with it since the comparison
+            before. Under `msc run` its process is replaced, and all go back to what was saved.
         policy: what to do about a loss, or a norm of gradients, that is not finite or leaps:
             "stop" with a `TrainingError`; "skip" the step, so that its batch changes nothing; or
             "replay" it, bit for bit. If it comes out otherwise, that was the hardware, and the
@@ -71,10 +72,12 @@ class RunGuard:
         self._copy = StateCopy()
         self._skipped = 0
         self._told = 0
+        self._equal_at: int | None = None
 
     def meet(self, job: Job) -> None:
-        """Go on in another group of the same ranks."""
+        """Go on in another group of the same ranks, from a state that was saved."""
         self._job = job
+        self._equal_at = None
 
     def news(self) -> list[str]:
         """The events since the call before."""
@@ -170,16 +173,26 @@ class RunGuard:
         found: list[int] = self._all_reduce(flags, "sum").nonzero().flatten().tolist()
         return found
 
+    def before_save(self, state: RankState) -> None:
+        """The state is about to be saved: what is saved is what all copies say."""
+        if state.step != self._equal_at:
+            self._compare(state)
+
     def _compare(self, state: RankState) -> None:
         different = self._replicas.differences(state, self._all_reduce)
+        before, self._equal_at = self._equal_at, state.step
         if not different:
             return
-        places = "\n".join(f"  {each}" for each in different)
+        guilty = {rank for each in different for rank in each.ranks}
+        told = "; ".join(map(str, different))
+        if self._job.generation is not None and self._job.rank not in guilty:
+            # its process is sound: under an agent it goes on when the others were replaced
+            raise LostRankError(f"After step {state.step} copies of the state differ: {told}")
+        since = "when the run began, or went on" if before is None else f"at step {before}"
         raise TrainingError(
-            f"After step {state.step} copies of the state differ, though they should be equal to "
-            f"the last bit; they were at step {state.step - self._options.every}, or at the start:"
-            f"\n{places}\nCheck the machine with `msc doctor`, leave it out, and go on from a "
-            "checkpoint that is older than that."
+            f"After step {state.step} copies of the state differ: {told}. They should be equal to "
+            f"the last bit, and were {since}.\nCheck the machine with `msc doctor`, leave it out, "
+            "and go on from a checkpoint that is older than that."
         )
 
     def _all_reduce(self, value: Tensor, op: str) -> Tensor:

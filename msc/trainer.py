@@ -296,7 +296,7 @@ class Trainer:
             self._recorder.step_done()
         if self._checkpoints is not None:
             self._phase("save")
-            self._checkpoints.after_step(self._state, self._history)
+            self._checkpoints.after_step(self._state, self._history, self._before_save)
             self._show_messages(progress.note)
             self._phase("idle")
 
@@ -333,6 +333,10 @@ class Trainer:
         self._guard.before_step(self._state)
         earlier = {"loss": self.losses, "grad_norm": self.grad_norms}
         return self._guard.after_step(self._state, self._run(inputs), earlier, again)
+
+    def _before_save(self, state: RankState) -> None:
+        if self._guard is not None:
+            self._guard.before_save(state)
 
     def _run(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         outputs: Mapping[str, Any] = self._executor.run(self._state.arguments(self._graph, inputs))
@@ -450,6 +454,7 @@ class Trainer:
         if self._checkpoints is None:
             raise InputError("This Trainer was made without checkpoint=msc.Checkpoint(folder).")
         with self._outside("save"):
+            self._before_save(self._state)
             self._checkpoints.save(self._state, self._history, wait=True)
             self._checkpoints.flush()
         self._show_messages(lambda line: show(self._log, line))

@@ -7,7 +7,7 @@ import json
 import queue
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -293,9 +293,12 @@ class RunCheckpoints:
         """Parameters and moments are about to be written: the copy of them must be done."""
         self._snapshots.settle()
 
-    def after_step(self, state: RankState, history: History) -> None:
-        """Save if it is time to; on every rank alike."""
+    def after_step(
+        self, state: RankState, history: History, check: Callable[[RankState], None]
+    ) -> None:
+        """Save if it is time to, after `check` has seen the state; on every rank alike."""
         if self._is_due(state.step):
+            check(state)
             self.save(state, history, wait=self._options.when_busy == "wait")
 
     def _is_due(self, step: int) -> bool:
