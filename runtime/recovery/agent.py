@@ -220,7 +220,7 @@ class Agent:
             member.trainer = message["trainer"]
             if member.trainer > 1:
                 self._drop_arenas()  # they are of the Trainer before
-            if member.stage is Stage.RUNS and member.fit is not None:
+            if member.stage in (Stage.RUNS, Stage.JOINS) and member.fit is not None:
                 self._lost = self._lost or time.monotonic()  # it came out by itself
             member.stage = Stage.WAITS
         elif event == "ring":
