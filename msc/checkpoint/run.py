@@ -20,7 +20,7 @@ from msc.checkpoint.candidates import Candidates
 from msc.checkpoint.files import HISTORY, PLAN
 from msc.checkpoint.options import Checkpoint
 from msc.checkpoint.program_state import state_tensors
-from msc.ir.errors import UserError
+from msc.ir.errors import LostRankError, UserError
 from msc.ir.mesh import Mesh
 from msc.program import Program
 from msc.ranks import Job
@@ -116,7 +116,10 @@ class RunCheckpoints:
         self._kept = None
 
     def restore(self, state: RankState, source: MemorySource) -> None:
-        """Go to a step that all ranks have in this host's memory; not collective."""
+        """Go to a step that all ranks have in this host's memory; not collective.
+
+        Raises `LostRankError` if this rank's copy of it is damaged, which is not offered again.
+        """
         images = [
             Image(written_by(self._states.tensors, self._program.mesh, rank))
             for rank in range(self._program.mesh.size)
@@ -131,6 +134,10 @@ class RunCheckpoints:
         ]
         target = self._empty_target(state)
         plan, rank = ReadPlan(parts, self._states), self._job.rank
+        if not held[rank].is_intact():  # each looks after its own, and others will not go on alone
+            held[rank].withdraw()
+            self._tell(f"the copy of step {source.step} in memory is damaged and not used")
+            raise LostRankError(f"rank {rank} has a damaged copy of step {source.step}")
         load_images(plan, rank, [each.image for each in held], target)
         facts = json.loads(held[rank].note)
         self._put(state, target, source.step, facts["skipped"], facts["data"])
@@ -141,7 +148,7 @@ class RunCheckpoints:
         self._kept = 0
         self._arena.slots[0].copy_(held[rank].image)
         self._arena.marks.note(0, held[rank].note)
-        self._arena.marks.set(0, held[rank].mark)
+        self._arena.complete(0, held[rank].mark)
 
     def _empty_target(self, state: RankState) -> dict[str, Tensor]:
         parts = {tensor.name: tensor.of(state) for tensor in self._states.tensors}
@@ -340,7 +347,7 @@ class RunCheckpoints:
 
         def copied() -> None:
             if mark is not None:
-                self._arena.marks.set(slot, mark)
+                self._arena.complete(slot, mark)
             self.writer.save(step, slot, request)
 
         self._snapshots.begin(values, slots, copied)

@@ -7,8 +7,18 @@ import os
 import tempfile
 
 import torch
+import xxhash
 
-from msc.runtime.checkpoint.marks import BYTES, SLOTS, Marks, read_marks, read_note
+from msc.runtime.checkpoint.marks import (
+    BYTES,
+    SLOTS,
+    Mark,
+    Marks,
+    read_digest,
+    read_marks,
+    read_note,
+    withdraw,
+)
 
 
 class Arena:
@@ -35,6 +45,11 @@ class Arena:
         self.marks = Marks(memoryview(self._map)[self.marks_start :])
         self.slots = [whole[i * self.stride : i * self.stride + size] for i in range(SLOTS)]
 
+    def complete(self, slot: int, mark: Mark) -> None:
+        """A slot holds a snapshot, and its note: from here on nothing of it may change."""
+        note = read_note(self.handle, self.marks_start, slot)
+        self.marks.set(slot, mark, _digest(self.slots[slot], note))
+
 
 def stride_of(size: int) -> int:
     """From one slot to the next, where a slot has `size` bytes."""
@@ -51,8 +66,23 @@ class OtherArena:
         mark = read_marks(handle, start)[slot]
         assert mark is not None
         self.mark = mark
+        self._place = handle, start, slot
         self.note = read_note(handle, start, slot)
         self.image = whole[slot * stride : slot * stride + size]
+
+    def is_intact(self) -> bool:
+        """Whether the slot holds, to the last bit, what its owner has put there."""
+        return read_digest(*self._place) == _digest(self.image, self.note)
+
+    def withdraw(self) -> None:
+        """Let nobody use the slot again until it is written anew."""
+        withdraw(*self._place)
+
+
+def _digest(image: torch.Tensor, note: str) -> int:
+    found = xxhash.xxh3_64(image.numpy().data)
+    found.update(note.encode())
+    return found.intdigest()
 
 
 def _memory(size: int) -> int:

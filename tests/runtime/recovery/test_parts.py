@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from msc.runtime.checkpoint.arena import Arena, OtherArena
-from msc.runtime.checkpoint.marks import Mark
+from msc.runtime.checkpoint.marks import Mark, read_marks
+from msc.runtime.diagnosis.blame import MISMATCH
 from msc.runtime.diagnosis.ring import Ring
 from msc.runtime.diagnosis.schedule import Act, collective_channel, to_text
 from msc.runtime.recovery import health, sockets
@@ -63,13 +64,13 @@ def test_the_newest_step_is_one_that_all_have() -> None:
     held = {n: HeldArena(arena.handle, arena.marks_start) for n, arena in enumerate(arenas)}
     assert newest_common(held, 3) is None
     for arena in arenas:
-        arena.marks.set(0, Mark(1, 4))
+        arena.marks.set(0, Mark(1, 4), 0)
     for arena in arenas[1:]:
-        arena.marks.set(1, Mark(1, 6))
+        arena.marks.set(1, Mark(1, 6), 0)
     assert newest_common(held, 3) == (4, [0, 0, 0])
-    arenas[0].marks.set(1, Mark(2, 6))  # the same step of another generation
+    arenas[0].marks.set(1, Mark(2, 6), 0)  # the same step of another generation
     assert newest_common(held, 3) == (4, [0, 0, 0])
-    arenas[0].marks.set(1, Mark(1, 6))
+    arenas[0].marks.set(1, Mark(1, 6), 0)
     assert newest_common(held, 3) == (6, [1, 1, 1])
     arenas[2].marks.clear(1)  # it is being written
     assert newest_common(held, 3) == (4, [0, 0, 0])
@@ -81,10 +82,15 @@ def test_a_slot_is_read_through_the_open_file_of_another_process() -> None:
     arena.slots[1].fill_(7)
     assert arena.marks.note(1, "a note")
     assert not arena.marks.note(1, "x" * (1 << 16))
-    arena.marks.set(1, Mark(2, 9))
+    arena.complete(1, Mark(2, 9))
     other = OtherArena(arena.handle, 5000, 1)
     assert (other.note, other.mark) == ("a note", Mark(2, 9))
     assert torch.equal(other.image, arena.slots[1])
+    assert other.is_intact()
+    arena.slots[1][4321] ^= 1
+    assert not other.is_intact()
+    other.withdraw()
+    assert read_marks(arena.handle, arena.marks_start) == [None, None]
 
 
 def test_only_connections_of_groups_are_shut() -> None:
@@ -154,6 +160,35 @@ def test_who_computes_while_others_wait_is_found(
     found = watched.standstill()
     assert found is not None
     assert "rank 1 waits for data" in found.text
+
+
+def test_who_runs_another_program_is_found_in_the_first_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "STILL_S", 0.0)
+    channel = collective_channel("dp", (0, 1))
+    schedule = [Act("all_reduce", channel, 8, "here"), Act("wait", channel, 0, "here", 0)]
+    watched = Health()
+    rings = []
+    for rank in range(2):
+        path, file = tmp_path / f"{rank}.ring", tmp_path / f"{rank}.json"
+        rings.append(Ring(path, rank, [channel]))
+        file.write_text(to_text(schedule))
+        watched.watch(rank, path, file)
+        rings[rank].phase("step", 1)
+    rings[0].enter(rings[0].start("all_reduce", channel, 8))
+    assert watched.mismatches() == ()
+    assert watched.standstill() is None  # it may be slow
+    rings[1].start("all_gather", channel, 8)
+    monkeypatch.setattr(health, "_LOOK_S", 0.0)
+    watched = Health()
+    for rank in range(2):
+        watched.watch(rank, tmp_path / f"{rank}.ring", tmp_path / f"{rank}.json")
+    found = watched.standstill()
+    assert found is not None
+    assert [(cause.rank, cause.what) for cause in found.guilty] == [(1, MISMATCH)]
+    (cause,) = watched.mismatches()
+    assert "has all_gather on dp:0,1, 8 bytes where its program has all_reduce" in cause.detail
 
 
 def test_nobody_is_blamed_before_a_few_steps_say_how_long_they_take(tmp_path: Path) -> None:
