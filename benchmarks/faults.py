@@ -1,9 +1,33 @@
-"""The fault campaign: what can happen to a run is made to happen, and the run compared.
+"""The fault campaign: what can happen to a run is made to happen, and the run compared bit for bit.
 
-python benchmarks/faults.py --each 10               # every kind ten times; results/faults.json
-python benchmarks/faults.py --kind freeze --each 3  # one kind, or several
-python benchmarks/faults.py --flips 1000            # bits in a saved checkpoint
-python benchmarks/faults.py --chaos 900             # one random fault every 20 s
+    python benchmarks/faults.py --each 10                # every kind ten times; results/faults.json
+    python benchmarks/faults.py --kind freeze --each 3   # one kind, or several
+    python benchmarks/faults.py --flips 1000             # single bits of a saved checkpoint
+    python benchmarks/faults.py --chaos 900              # a random fault every 20 s
+
+`fault_kinds/kinds.py` is the table: what each fault is, what must come of it, and the words by
+which it counts as detected; and what is not made, with the reason. They are made in runs of a small
+GPT under `msc run`, one after another in one run, saving every 2 steps:
+
+    ranks      dp=2,tp=2, a standby, a guard, a reader of data, beats and a monitor: a rank, two,
+               rank 0 killed; frozen, held, raising, ending, crashing, out of memory; NaN and
+               flipped bits; deaths of reader, writer, standby, monitor; a zombie; the agent stopped
+    pipeline   pp=2, saving through fsspec: all ranks killed, and again in each part of the start;
+               EIO and stalls; the agent killed, with the store, and the newest checkpoint damaged
+    machine    dp=2 in namespaces of network and mounts: packets between two ranks lost (by rules of
+               routing), names not answered, disks full, read-only, at their quota
+    order, send, again    a program that is wrong every time: the run must end, and say why
+    saved      no run: files flipped, cut, swapped, mixed, missing; writers killed at random bytes
+
+A fault counts as recovered if the run goes on (or, where the program is wrong, ends by itself) as
+the table says, as bit-identical if the run it was made in ends with the losses, parameters and
+moments of an undisturbed one. After each run no process of it may be left, each complete checkpoint
+must be intact, and no more steps be lost than lie between two snapshots. Times are from the fault
+to the first new step. Where namespaces are not permitted, rows say so.
+
+A bit is flipped in each file of a checkpoint in turn, which must be refused by `verify`, and by a
+load, which takes the one before. In a chaos run each step sleeps for the time that a device would
+compute; it tells the effective training time by the ranks' ledgers, as `msc report` does.
 """
 
 from __future__ import annotations
