@@ -14,9 +14,10 @@ GPT under `msc run`, one after another in one run, saving every 2 steps:
                flipped bits; deaths of reader, writer, standby, monitor; a zombie; the agent stopped
     pipeline   pp=2, saving through fsspec: all ranks killed, and again in each part of the start;
                EIO and stalls; the agent killed, with the store, and the newest checkpoint damaged
-    machine    dp=2 in namespaces of network and mounts: packets between two ranks lost (by rules of
+    machine    pp=2 in namespaces of network and mounts: packets between two ranks lost (by rules of
                routing), names not answered, disks full, read-only, at their quota
-    order, send, again    a program that is wrong every time: the run must end, and say why
+    order      dp=2: a rank has a collective too many, every time: the run must end, and say why
+    send       pp=2: the same of a message that is not sent
     saved      no run: files flipped, cut, swapped, mixed, missing; writers killed at random bytes
 
 A fault counts as recovered if the run goes on (or, where the program is wrong, ends by itself) as
@@ -57,6 +58,7 @@ from benchmarks.fault_kinds.kinds import KINDS, NAMES, NOT_MADE, Kind  # noqa: E
 from benchmarks.fault_kinds.runs import (  # noqa: E402
     RUNS,
     Done,
+    Run,
     last_step,
     log_of,
     perform,
@@ -134,30 +136,37 @@ class Campaign:
             chosen = [kind for kind in kinds if kind.run == name]
             if chosen:
                 plans[name] = plan(chosen * rounds, run.ranks, self._chance)
+        steps: dict[str, int] = {}  # of each mesh, as runs on one have one undisturbed run
+        for name, faults in plans.items():
+            mesh = RUNS[name].mesh
+            steps[mesh] = max(steps.get(mesh, 0), last_step(faults))
         jobs: dict[str, Future[Done]] = {}
         with ThreadPoolExecutor(LANES) as lanes:
             for name, faults in plans.items():
-                run, steps = RUNS[name], last_step(faults)
+                run = RUNS[name]
                 place = self.saved(run.mesh)
                 jobs[name] = lanes.submit(
-                    perform, run, self.folder / name, place, faults, steps, **options
+                    perform, run, self.folder / name, place, faults, steps[run.mesh], **options
                 )
-                if not faults[0]["always"]:
-                    alone = replace(run, standbys=0, machine=False, faulty=False, monitored=False)
-                    jobs[f"{name} undisturbed"] = lanes.submit(
-                        perform, alone, self.folder / f"{name} undisturbed", place, [], steps
+                if not faults[0]["always"] and run.mesh not in jobs:
+                    jobs[run.mesh] = lanes.submit(
+                        self._undisturbed, run, f"undisturbed {run.mesh}", steps[run.mesh]
                     )
         found = []
         for name, faults in plans.items():
-            whole = None
-            if f"{name} undisturbed" in jobs:
-                done = jobs[f"{name} undisturbed"].result()
-                if done.code:
-                    raise SystemExit(f"The undisturbed run failed:\n{done.text}")
-                whole = torch.load(done.folder / "found.pt")
-                self._whole[RUNS[name].mesh] = done
+            whole = None if faults[0]["always"] else jobs[RUNS[name].mesh].result()
             found += judge(jobs[name].result(), faults, whole)
+            if whole is not None:
+                self._whole[RUNS[name].mesh] = whole
         return found
+
+    def _undisturbed(self, run: Run, name: str, steps: int) -> Done:
+        """The same run without a fault."""
+        alone = replace(run, standbys=0, machine=False, faulty=False, monitored=False)
+        done = perform(alone, self.folder / name, self.saved(run.mesh), [], steps)
+        if done.code:
+            raise SystemExit(f"The undisturbed run failed:\n{done.text}")
+        return done
 
     def chaos(self, seconds: float) -> dict[str, Any]:
         """A random fault every `BETWEEN_S`, for so long; and what share of it was training."""
@@ -168,9 +177,8 @@ class Campaign:
         steps = last_step(faults)
         place = self.saved(run.mesh)
         done = perform(run, self.folder / "chaos", place, faults, steps, device_s=DEVICE_S)
-        alone = replace(run, standbys=0, monitored=False)
-        whole = perform(alone, self.folder / "undisturbed", place, [], steps)
-        found = judge(done, faults, torch.load(whole.folder / "found.pt"))
+        whole = self._undisturbed(run, "undisturbed by chaos", steps)
+        found = judge(done, faults, whole)
         report = report_json(run_accounts(log_of(done)))
         return {
             "seconds": done.seconds,
@@ -187,8 +195,7 @@ class Campaign:
         """Checkpoints of an undisturbed run on 4 ranks."""
         mesh = RUNS["ranks"].mesh
         if mesh not in self._whole:
-            run = replace(RUNS["ranks"], standbys=0, monitored=False)
-            self._whole[mesh] = perform(run, self.folder / "whole", self.saved(mesh), [], 8)
+            self._whole[mesh] = self._undisturbed(RUNS["ranks"], "undisturbed", 8)
         place = self.folder / "copies"
         return SavedFaults(saves_of(self._whole[mesh]), place, self.program(""), Rows())
 

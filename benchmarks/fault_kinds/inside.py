@@ -147,14 +147,21 @@ def _flipped_replica(faults: Faults, step: int) -> None:
 
 
 def _flipped_snapshot(faults: Faults, step: int) -> None:
-    checkpoints = faults.trainer._checkpoints
-    checkpoints.settle()
-    marks = read_marks(checkpoints._arena.handle, checkpoints._arena.marks_start)
-    newest = max(range(len(marks)), key=lambda slot: getattr(marks[slot], "step", -1))
-    image = checkpoints._arena.slots[newest]
-    image[faults.chance.randrange(len(image))] ^= 1 << faults.chance.randrange(8)
+    """When all ranks have the copy of a step for sure."""
     other = (faults.rank + 1) % faults.trainer.program.mesh.size
-    os.kill(int((faults.folder / f"pid.{other}").read_text()), signal.SIGKILL)
+    pid = int((faults.folder / f"pid.{other}").read_text())
+
+    def flip() -> None:
+        arena = faults.trainer._checkpoints._arena
+        marks = read_marks(arena.handle, arena.marks_start)
+        newest = max(range(len(marks)), key=lambda slot: getattr(marks[slot], "step", -1))
+        image = arena.slots[newest]
+        image[faults.chance.randrange(len(image))] ^= 1 << faults.chance.randrange(8)
+        time.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+
+    every = faults.settings["every"]
+    faults.later(step + every - step % every + 1, flip)
 
 
 def _reader_death(faults: Faults, step: int) -> None:
@@ -255,7 +262,6 @@ ACTIONS: dict[str, Callable[[Faults, int], None]] = {
     "kill-all": lambda faults, step: kill(),
     "freeze": lambda faults, step: kill(signal.SIGSTOP),
     "exception": _exception,
-    "exception-again": _exception,
     "early-exit": _early_exit,
     "held-gil": _held_gil,
     "live-lock": _live_lock,

@@ -18,8 +18,6 @@ from msc.runtime.checkpoint import catalog
 from msc.runtime.checkpoint.manifest import DamagedError
 from msc.runtime.checkpoint.storage import LocalStorage
 
-_SETTLED_S = 30.0
-
 
 @dataclass
 class Finding:
@@ -41,10 +39,8 @@ class Finding:
         self.problem = f"{self.problem}; {text}" if self.problem else text
 
 
-def judge(
-    done: Done, faults: Sequence[dict[str, Any]], whole: dict[str, Any] | None
-) -> list[Finding]:
-    """All faults of a run; whole: what the undisturbed run has found, None if it must end early."""
+def judge(done: Done, faults: Sequence[dict[str, Any]], whole: Done | None) -> list[Finding]:
+    """All faults of a run; whole: the undisturbed run, None if it must end early."""
     made = {each["number"]: each for each in reversed(lines(done.folder, "injected.jsonl"))}
     events = lines(log_of(done), "events.jsonl")
     told = sorted(
@@ -52,7 +48,7 @@ def judge(
         + [(each["time"], each["line"]) for each in lines(done.folder, "lines.jsonl")]
     )
     ends = whole is None
-    same = None if whole is None else _same(done.folder, whole)
+    same = None if whole is None else _same(done, whole)
     problems = _whole_run(done, ends, same)
     found = []
     for fault in faults:
@@ -149,12 +145,9 @@ def _saves(folder: Path) -> list[str]:
     return found
 
 
-def _same(folder: Path, whole: dict[str, Any]) -> bool:
-    file = folder / "found.pt"
-    if not file.exists():
-        return False
-    found = torch.load(file)
-    return _equal(found, whole)
+def _same(done: Done, whole: Done) -> bool:
+    file = done.folder / "found.pt"
+    return file.exists() and _equal(torch.load(file), torch.load(whole.folder / "found.pt"))
 
 
 def _equal(one: Any, other: Any) -> bool:

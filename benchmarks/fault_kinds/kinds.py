@@ -36,7 +36,7 @@ class Kind:
     ranks: int = 1
     own: int | None = None
     chained: bool = False
-    room: int = 10
+    room: int = 8
     changes: bool = False
     snapshots: int = 1
 
@@ -200,7 +200,7 @@ KINDS = (
         KILLED,
         chained=True,
     ),
-    # a machine of its own: namespaces of network and mounts, dp=2
+    # a machine of its own: namespaces of network and mounts, pp=2
     Kind(
         "cut-both-ways",
         "all packets between two ranks are lost for 5 s",
@@ -283,13 +283,6 @@ KINDS = (
         "send",
         ENDS,
         r"runs another program|computes",
-    ),
-    Kind(
-        "exception-again",
-        "a rank raises in one step, every time",
-        "again",
-        ENDS,
-        r"raised ValueError: on purpose .*the same failure came back",
     ),
     # saved files
     Kind("writers-at-bytes", "writers are killed at 200 random bytes each", "saved", REFUSED),

@@ -53,10 +53,9 @@ class Run:
 RUNS = {
     "ranks": Run("dp=2,tp=2", 4, standbys=1, guard=True, reader=True, monitored=True),
     "pipeline": Run("pp=2", 2, faulty=True),
-    "machine": Run("dp=2", 2, machine=True),
+    "machine": Run("pp=2", 2, machine=True),
     "order": Run("dp=2", 2),
     "send": Run("pp=2", 2),
-    "again": Run("dp=2", 2),
 }
 
 
@@ -151,10 +150,15 @@ def perform(
         faulty_files.CONTROL: str(control),
     }
     count = sum(len(fault["ranks"]) for fault in faults) + 4 * len(faults)
-    command = [sys.executable, "-m", "msc", "run", "--nproc", str(run.ranks)]
-    command += ["--run", str(log / "run"), "--standby", str(run.standbys)]
-    command += ["--replacements", str(count), "--restarts", str(len(faults) + 1)]
-    command += [str(JOB), str(folder / "settings.json")]
+    options = {
+        "nproc": run.ranks,
+        "standbys": run.standbys,
+        "replacements": count,
+        "restarts": len(faults) + 1,
+        "run": str(log / "run"),
+    }
+    script = [str(JOB), str(folder / "settings.json")]
+    command = [sys.executable, "-c", _LAUNCH, json.dumps(options), *script]
     started, starts, orphans = time.monotonic(), 0, []
     around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if run.monitored:
@@ -170,6 +174,14 @@ def perform(
             _spoil_newest(saves)
     text = (folder / "stderr").read_text()
     return Done(folder, code, text, time.monotonic() - started, orphans, starts)
+
+
+_LAUNCH = """
+import json, sys
+from msc.launch import launch
+sys.exit(launch(sys.argv[2:], **json.loads(sys.argv[1])))
+"""
+"""What `msc run` does, without the rest of the command."""
 
 
 def _start(
