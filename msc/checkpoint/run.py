@@ -118,7 +118,7 @@ class RunCheckpoints:
     def restore(self, state: RankState, source: MemorySource) -> None:
         """Go to a step that all ranks have in this host's memory; not collective.
 
-        Raises `LostRankError` if this rank's copy of it is damaged, which is not offered again.
+        Raises `LostRankError` if a rank's copy of it is damaged, which is not offered again.
         """
         images = [
             Image(written_by(self._states.tensors, self._program.mesh, rank))
@@ -134,21 +134,24 @@ class RunCheckpoints:
         ]
         target = self._empty_target(state)
         plan, rank = ReadPlan(parts, self._states), self._job.rank
-        if not held[rank].is_intact():  # each looks after its own, and others will not go on alone
+        mark = held[rank].mark
+        if mark is not None and not held[rank].is_intact():  # each looks after its own
             held[rank].withdraw()
             self._tell(f"the copy of step {source.step} in memory is damaged and not used")
-            raise LostRankError(f"rank {rank} has a damaged copy of step {source.step}")
+            mark = None
+        if mark is None or any(each.mark is None for each in held):
+            raise LostRankError(f"not all copies of step {source.step} in memory are intact")
         load_images(plan, rank, [each.image for each in held], target)
         facts = json.loads(held[rank].note)
         self._put(state, target, source.step, facts["skipped"], facts["data"])
-        if held[rank].mark in read_marks(self._arena.handle, self._arena.marks_start):
+        if mark in read_marks(self._arena.handle, self._arena.marks_start):
             self._kept = source.slots[rank]
             return
         # This process has taken the rank: others need its snapshot as much as their own.
         self._kept = 0
         self._arena.slots[0].copy_(held[rank].image)
         self._arena.marks.note(0, held[rank].note)
-        self._arena.complete(0, held[rank].mark)
+        self._arena.complete(0, mark)
 
     def _empty_target(self, state: RankState) -> dict[str, Tensor]:
         parts = {tensor.name: tensor.of(state) for tensor in self._states.tensors}

@@ -57,15 +57,16 @@ def stride_of(size: int) -> int:
 
 
 class OtherArena:
-    """A slot of the arena of another process of this host, of which `handle` is the open file."""
+    """A slot of the arena of another process of this host, of which `handle` is the open file.
+
+    mark: of the snapshot that it holds, None if it was withdrawn.
+    """
 
     def __init__(self, handle: int, size: int, slot: int) -> None:
         stride = stride_of(size)
         start = SLOTS * stride
         whole = torch.frombuffer(mmap.mmap(handle, start + BYTES), dtype=torch.uint8)
-        mark = read_marks(handle, start)[slot]
-        assert mark is not None
-        self.mark = mark
+        self.mark = read_marks(handle, start)[slot]
         self._place = handle, start, slot
         self.note = read_note(handle, start, slot)
         self.image = whole[slot * stride : slot * stride + size]
