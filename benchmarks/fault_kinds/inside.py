@@ -134,16 +134,20 @@ def _memory_kill(faults: Faults, step: int) -> None:
 
 def _nan(faults: Faults, step: int) -> None:
     def spoil(inputs: Any) -> None:
-        name = next(iter(faults.trainer._state.parameters))
-        faults.trainer._state.parameters[name].view(-1)[0] = float("nan")
+        _norm_weight(faults).view(-1)[0] = float("nan")
 
     _once(faults, spoil)
 
 
 def _flipped_replica(faults: Faults, step: int) -> None:
+    _norm_weight(faults).view(torch.int32)[0] ^= 1 << 21
+
+
+def _norm_weight(faults: Faults) -> torch.Tensor:
+    """What all ranks have a copy of, and every step reads."""
     parameters = faults.trainer._state.parameters
-    name = next(name for name, value in parameters.items() if "norm" in name and value.dim() == 1)
-    parameters[name].view(torch.int32)[0] ^= 1 << 21
+    found: torch.Tensor = next(value for name, value in parameters.items() if "norm" in name)
+    return found
 
 
 def _flipped_snapshot(faults: Faults, step: int) -> None:
