@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-
 _since_ns: int | None = None
 
 
