@@ -16,7 +16,7 @@ GPT under `msc run`, one after another in one run, saving every 2 steps:
                EIO and stalls; the agent killed, with the store, and the newest checkpoint damaged
     machine    pp=2 in namespaces of network and mounts: packets between two ranks lost (by rules of
                routing), names not answered, disks full, read-only, at their quota
-    order      dp=2: a rank has a collective too many, every time: the run must end, and say why
+    order      pp=2: a rank has a collective too many, every time: the run must end, and say why
     send       pp=2: the same of a message that is not sent
     saved      no run: files flipped, cut, swapped, mixed, missing; writers killed at random bytes
 
@@ -102,7 +102,7 @@ CHAOS = (
 BETWEEN_S, STEP_S, DEVICE_S = 20.0, 0.3, 0.2
 """From one fault to the next, of a step about, and how long of it a device is taken to compute:
 the process sleeps then, so that 4 ranks can be had on 2 cores."""
-LANES = 2
+LANES = 3
 """Runs at the same time: most of a run's faults are waited for."""
 
 

@@ -36,7 +36,7 @@ class Kind:
     ranks: int = 1
     own: int | None = None
     chained: bool = False
-    room: int = 8
+    room: int = 7
     changes: bool = False
     snapshots: int = 1
 
@@ -305,8 +305,8 @@ KINDS = (
 NAMES = {kind.name: kind for kind in KINDS}
 
 NOT_MADE = {
-    "the kernel's kill for want of memory": "a limit for one process alone takes a cgroup, which is "
-    "the machine's; memory-kill sends the signal that the kernel would",
+    "the kernel's kill for want of memory": "a limit for one process alone takes a cgroup, which "
+    "is the machine's; memory-kill sends the signal that the kernel would",
     "a link with a constant delay": "it takes a queueing discipline that not every kernel has; "
     "slow-link loses packets for a while, which TCP sends again",
     "clock skew between ranks": "all ranks of one machine have its clock",

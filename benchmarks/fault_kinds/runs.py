@@ -54,7 +54,7 @@ RUNS = {
     "ranks": Run("dp=2,tp=2", 4, standbys=1, guard=True, reader=True, monitored=True),
     "pipeline": Run("pp=2", 2, faulty=True),
     "machine": Run("pp=2", 2, machine=True),
-    "order": Run("dp=2", 2),
+    "order": Run("pp=2", 2),
     "send": Run("pp=2", 2),
 }
 

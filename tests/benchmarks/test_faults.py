@@ -60,8 +60,8 @@ def test_a_plan_gives_each_fault_room_and_chains_what_happens_while_one_is_mende
     assert [fault["kind"] for fault in faults] == [kind.name for kind in kinds]
     steps = [fault["step"] for fault in faults if fault["step"] >= 0]
     assert steps[0] == FIRST
-    assert all(later - sooner >= 10 for sooner, later in itertools.pairwise(steps))
-    assert last_step(faults) >= steps[-1] + 10
+    assert all(later - sooner >= 7 for sooner, later in itertools.pairwise(steps))
+    assert last_step(faults) >= steps[-1] + 7
     chained = [fault for fault in faults if NAMES[fault["kind"]].chained]
     assert all(fault["after"] == fault["number"] - 1 for fault in chained)
 
