@@ -129,7 +129,7 @@ class Campaign:
             self.program(mesh).save(place)
         return place
 
-    def runs(self, kinds: Sequence[Kind], rounds: int, **options: Any) -> list[Finding]:
+    def runs(self, kinds: Sequence[Kind], rounds: int) -> list[Finding]:
         """The kinds that are made in runs, and the undisturbed runs to compare with."""
         plans = {}
         for name, run in RUNS.items():
@@ -146,7 +146,7 @@ class Campaign:
                 run = RUNS[name]
                 place = self.saved(run.mesh)
                 jobs[name] = lanes.submit(
-                    perform, run, self.folder / name, place, faults, steps[run.mesh], **options
+                    perform, run, self.folder / name, place, faults, steps[run.mesh]
                 )
                 if not faults[0]["always"] and run.mesh not in jobs:
                     jobs[run.mesh] = lanes.submit(

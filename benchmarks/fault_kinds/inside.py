@@ -22,6 +22,7 @@ from msc.runtime.process import ProcessExecutor
 from msc.runtime.process_groups import ProcessGroups
 from msc.runtime.recovery import sockets
 from msc.runtime.recovery.link import current
+from msc.runtime.transport import Pending
 
 if TYPE_CHECKING:
     from benchmarks.fault_kinds.job import Faults
@@ -252,8 +253,6 @@ def _no_send(faults: Faults, step: int) -> None:
 
     def nothing(values: Any, *rest: Any) -> Any:
         rank.send = send
-        from msc.runtime.transport import Pending
-
         return Pending((), None)
 
     rank.send = nothing

@@ -226,7 +226,7 @@ KINDS = (
     ),
     Kind(
         "dns-stall",
-        "no look-up of a name is answered while the ranks meet again",
+        "no look-up of a name is answered (1 s each) while the ranks meet again",
         "machine",
         RECOVERS,
         r"lost a connection",

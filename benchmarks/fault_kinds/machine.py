@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.fault_kinds.job import Faults
 
 _CUT_S = 5.0
+_DNS_S = 1  # for which the resolver waits for each answer
 
 
 def _cut(
@@ -46,8 +47,7 @@ def _dns_stall(faults: Faults, step: int) -> None:
     silent.bind(("127.0.0.1", 53))
     files = Path("/etc/resolv.conf"), Path("/etc/hosts")
     before = [path.read_text() for path in files]
-    seconds = faults.settings["dns_s"]
-    files[0].write_text(f"nameserver 127.0.0.1\noptions timeout:{seconds} attempts:1\n")
+    files[0].write_text(f"nameserver 127.0.0.1\noptions timeout:{_DNS_S} attempts:1\n")
     files[1].write_text("")
 
     def answer() -> None:

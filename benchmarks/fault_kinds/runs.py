@@ -95,14 +95,13 @@ def last_step(faults: Sequence[dict[str, Any]]) -> int:
 
 @dataclass
 class Done:
-    """How a run came out: its folder, exit code, last lines, seconds, and processes left behind."""
+    """How a run came out: its folder, exit code, stderr, seconds, and processes left behind."""
 
     folder: Path
     code: int
     text: str
     seconds: float
     orphans: list[str]
-    starts: int
 
 
 def perform(
@@ -112,9 +111,12 @@ def perform(
     faults: Sequence[dict[str, Any]],
     steps: int,
     device_s: float = 0.0,
-    dns_s: int = 1,
 ) -> Done:
-    """Start a run, again when its agent was killed, and wait for its end."""
+    """Start a run, again when its agent was killed, and wait for its end.
+
+    folder: a new one, for all that the run leaves; program: a saved one; device_s: what each step
+    takes longer, as if a device computed.
+    """
     folder.mkdir(parents=True)
     (folder / "done").mkdir()
     disk = folder / "disk"
@@ -136,7 +138,6 @@ def perform(
         "reader": run.reader,
         "pause_s": 0.02,
         "device_s": device_s,
-        "dns_s": dns_s,
         "faults": list(faults),
     }
     (folder / "settings.json").write_text(json.dumps(settings))
@@ -173,7 +174,7 @@ def perform(
                 break
             _spoil_newest(saves)
     text = (folder / "stderr").read_text()
-    return Done(folder, code, text, time.monotonic() - started, orphans, starts)
+    return Done(folder, code, text, time.monotonic() - started, orphans)
 
 
 _LAUNCH = """
