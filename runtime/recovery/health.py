@@ -139,8 +139,14 @@ class Health:
         return None
 
     def mismatches(self) -> tuple[Cause, ...]:
-        """The ranks that have done something else than their programs, whatever came of it."""
-        return tuple(cause for cause in self._causes() if cause.what == MISMATCH)
+        """The ranks that have done something else than their programs, whatever came of it.
+
+        Read twice, as a rank that goes on may write what is being read.
+        """
+        before = self._causes()
+        if not any(cause.what == MISMATCH for cause in before):
+            return ()
+        return tuple(c for c in self._causes() if c.what == MISMATCH and c in before)
 
     def _causes(self) -> tuple[Cause, ...]:
         views: dict[int, RankView] = {}
