@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from msc.runtime.diagnosis.schedule import Act, collective_channel, to_text
 from msc.runtime.recovery import health, sockets
 from msc.runtime.recovery.arenas import HeldArena, newest_common
 from msc.runtime.recovery.channel import Channel
+from msc.runtime.recovery.events import FILE, Events, read_events
 from msc.runtime.recovery.faults import Fault, Memory, of_exit
 from msc.runtime.recovery.health import Health
 from msc.runtime.recovery.journal import Entry, Journal
@@ -215,3 +218,34 @@ def test_faults_that_a_program_may_cause_are_tried_once_more() -> None:
     assert memory.hopeless([raised]) == "the same failure came back after the rank was replaced"
     assert memory.hopeless([Fault(1, "raised InputError: x", 1, final=True)])
     assert of_exit(-11) == ("crashed (SIGSEGV)", True)
+
+
+def test_events_that_cannot_be_recorded_are_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / FILE).symlink_to("/dev/full")
+    events = Events(tmp_path)
+    events.record("fault", rank=1)
+    events.record("fault", rank=2)
+    told = capsys.readouterr().err
+    assert told == "msc: events are lost from here on: [Errno 28] No space left on device\n"
+
+
+_HALF = """
+import resource, sys
+from pathlib import Path
+from msc.runtime.recovery.events import Events
+events = Events(Path(sys.argv[1]))
+events.record("fault", rank=1)
+limit = (Path(sys.argv[1]) / "events.jsonl").stat().st_size + 10
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+events.record("fault", rank=2)
+"""
+
+
+def test_half_an_event_is_none(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _HALF, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "events are lost from here on" in done.stderr
+    assert [each["rank"] for each in read_events(tmp_path)] == [1]
