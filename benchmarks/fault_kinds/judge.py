@@ -106,7 +106,7 @@ def _judge_one(
         finding.recovered = done.code == 0
     else:
         finding.recovered = done.code not in (0, TIMED_OUT)
-    if brought_back:
+    if brought_back and kind.expected is not Expected.ENDS:
         event = brought_back[0]
         finding.seconds = event["time"] - begun
         if kind.expected is Expected.RECOVERS:

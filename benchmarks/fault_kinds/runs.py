@@ -32,7 +32,7 @@ FIRST = 8
 SPOILT = "spoilt"
 """The checkpoints that a fault has damaged, a line each; a file beside their folder."""
 TIMED_OUT = 124
-_LONGEST_S = 300.0
+_LONGEST_S, _FAULT_S = 300.0, 60.0
 _ENDING_S = 8.0  # for writers, which may finish
 
 
@@ -160,6 +160,7 @@ def perform(
     }
     script = [str(JOB), str(folder / "settings.json")]
     command = [sys.executable, "-c", _LAUNCH, json.dumps(options), *script]
+    longest = _LONGEST_S + steps + _FAULT_S * len(faults)
     started, starts, orphans = time.monotonic(), 0, []
     around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if run.monitored:
@@ -168,7 +169,7 @@ def perform(
     with around:
         while True:
             starts += 1
-            code = _start(run, folder, command, environment, steps)
+            code = _start(run, folder, command, environment, longest)
             orphans += _clear_up(token)
             if not _agent_was_killed(folder, starts) or code == 0:
                 break
@@ -186,7 +187,7 @@ sys.exit(launch(sys.argv[2:], **json.loads(sys.argv[1])))
 
 
 def _start(
-    run: Run, folder: Path, command: Sequence[str], environment: dict[str, str], steps: int
+    run: Run, folder: Path, command: Sequence[str], environment: dict[str, str], longest_s: float
 ) -> int:
     if run.machine:
         command = ["unshare", "--map-root-user", "--mount", "--net", "sh", "-c", _MACHINE, *command]
@@ -194,7 +195,7 @@ def _start(
     with (folder / "stderr").open("a") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
         try:
-            return process.wait(_LONGEST_S + steps)
+            return process.wait(longest_s)
         except subprocess.TimeoutExpired:
             process.kill()  # what it leaves is cleared up
             process.wait()
