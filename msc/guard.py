@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from msc.checkpoint.program_state import state_tensors
-from msc.ir.errors import InputError, TrainingError
+from msc.ir.errors import InputError, LostRankError, TrainingError
 from msc.program import Program
 from msc.ranks import Job
 from msc.rewind import Rewind
-from msc.runtime.corruption.fingerprints import Replicas, word_sum
+from msc.runtime.corruption.fingerprints import Difference, Replicas, word_sum
 from msc.runtime.corruption.leaps import leap
 from msc.runtime.corruption.state_copy import StateCopy
 from msc.runtime.state import RankState
@@ -30,9 +30,10 @@ class Guard:
 
     Args:
         every: compare the copies of parameters and optimizer state on all ranks after every so many
-            steps. Copies that differ stop the run (unless it rewinds), and the error names the
-            rank: its state cannot be trusted, nor what was reduced with it since the comparison
-            before.
+            steps, and before each save. Copies that differ stop the run (unless it rewinds), and
+            the error names the rank: its state cannot be trusted, nor what was reduced with it
+            since the comparison before. Under `msc run` its process is replaced, and all go back to
+            what was saved.
         policy: what to do about a loss, or a norm of gradients, that is not finite or leaps:
             "stop" with a `TrainingError`; "skip" the step, so that its batch changes nothing;
             "replay" it, bit for bit; or "rewind". If a replayed step comes out otherwise, that was
@@ -82,10 +83,12 @@ class RunGuard:
         self._copy = StateCopy()
         self._skipped = 0
         self._told = 0
+        self._equal_at: int | None = None
 
     def meet(self, job: Job) -> None:
-        """Go on in another group of the same ranks, and from another state."""
+        """Go on in another group of the same ranks, from a state that was saved."""
         self._job = job
+        self._equal_at = None
         if self.rewind is not None:
             self.rewind = Rewind(self._position)
 
@@ -127,27 +130,21 @@ class RunGuard:
             return None
         if problem:
             outputs = self._treat(problem, state, outputs, earlier, repeat)
-        different = ""
+        different: Sequence[Difference] = ()
         if state.step % self._options.every == 0:
             different = self._compare(state)
         if self.rewind is not None:
             if different:
-                self.events.append(self.rewind.go_back(state, different, data_may_do=False))
+                finding = _told(state, different)
+                self.events.append(self.rewind.go_back(state, finding, data_may_do=False))
                 return None
             passed = self.rewind.passed(state.step)
             self.events += [passed] if passed else []
             if state.step % self._options.every == 0:
                 self.rewind.keep(state)
         elif different:
-            raise TrainingError(
-                f"{different}\nCheck the machine with `msc doctor`, leave it out, and go on from a "
-                "checkpoint that is older than that."
-            )
+            raise self._stop(state, different)
         return outputs
-
-    def is_sound(self, state: RankState) -> bool:
-        """Whether all copies of the state agree now."""
-        return not self._replicas.differences(state, self._all_reduce)
 
     def _problem(self, outputs: Outputs, earlier: Mapping[str, list[float]]) -> str:
         names = {"loss": "loss", "grad_norm": "norm of the gradients"}
@@ -211,16 +208,36 @@ class RunGuard:
         found: list[int] = self._all_reduce(flags, "sum").nonzero().flatten().tolist()
         return found
 
-    def _compare(self, state: RankState) -> str:
-        """Where copies of the state differ; "" if nowhere."""
+    def before_save(self, state: RankState) -> None:
+        """The state is about to be saved: what is saved is what all copies say."""
+        if state.step != self._equal_at:
+            different = self._compare(state)
+            if different:
+                raise self._stop(state, different)
+
+    def is_sound(self, state: RankState) -> bool:
+        """Whether all copies of the state agree now."""
+        return state.step == self._equal_at or not self._compare(state)
+
+    def _compare(self, state: RankState) -> list[Difference]:
+        """Where copies of the state differ."""
         different = self._replicas.differences(state, self._all_reduce)
         if not different:
-            return ""
-        places = "\n".join(f"  {each}" for each in different)
-        return (
-            f"After step {state.step} copies of the state differ, though they should be equal to "
-            f"the last bit; they were at step {state.step - self._options.every}, or at the start:"
-            f"\n{places}"
+            self._equal_at = state.step
+        return different
+
+    def _stop(self, state: RankState, different: Sequence[Difference]) -> Exception:
+        """The error of this rank, where copies differ and the run cannot go on with them."""
+        guilty = {rank for each in different for rank in each.ranks}
+        finding = _told(state, different)
+        if self._job.generation is not None and self._job.rank not in guilty:
+            # its process is sound: under an agent it goes on when the others were replaced
+            return LostRankError(finding)
+        before = self._equal_at
+        since = "when the run began, or went on" if before is None else f"at step {before}"
+        return TrainingError(
+            f"{finding}. They should be equal to the last bit, and were {since}.\nCheck the "
+            "machine with `msc doctor`, leave it out, and go on from an older checkpoint."
         )
 
     def _all_reduce(self, value: Tensor, op: str) -> Tensor:
@@ -229,3 +246,7 @@ class RunGuard:
         moved = value.to(self._job.device)
         dist.all_reduce(moved, _OPS[op])
         return moved.cpu()
+
+
+def _told(state: RankState, different: Sequence[Difference]) -> str:
+    return f"After step {state.step} copies of the state differ: {'; '.join(map(str, different))}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -155,17 +157,30 @@ class Trainer:
         before_update = self._checkpoints.before_update if self._checkpoints is not None else None
         rank_of = None
         if run is not None:
-            self._recorder = open_recorder(Path(run), program, job.rank)
+            self._recorder = self._open_recorder(Path(run))
+        if self._recorder is not None:
             rank_of = functools.partial(RecordingRank, recorder=self._recorder)
             if before_update is not None:
                 before_update = self._recorder.saving(before_update)
             if link is not None:
+                assert run is not None
                 ring, schedule = ring_files(Path(run), job.rank)
                 link.tell("ring", ring=str(ring), schedule=str(schedule))
         self._executor = self._new_executor(self._graph, before_update, rank_of)
         self._state = self._initial_state()
         if self._recovery is not None:
             self._recovery.begin(job, self._executor.abort)
+
+    def _open_recorder(self, run: Path) -> Recorder | None:
+        """What this rank notes of itself; None, which is told, if the disk has no room for it."""
+        try:
+            return open_recorder(run, self.program, self.rank)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            line = f"{self._job}: nothing is noted for msc blame and msc report: {error}"
+            print(line, file=sys.stderr, flush=True)
+            return None
 
     def _begin(self) -> None:
         """Go to the state that the run goes on from; this rank has its groups."""
@@ -307,7 +322,7 @@ class Trainer:
             self._recorder.step_done()
         if self._checkpoints is not None:
             self._phase("save")
-            self._checkpoints.after_step(self._state, self._history)
+            self._checkpoints.after_step(self._state, self._history, self._before_save)
             self._show_messages(progress.note)
             self._phase("idle")
         if self._recovery is not None and self._recovery.gives_way(self._job, self.step):
@@ -368,6 +383,10 @@ class Trainer:
         self._guard.before_step(self._state)
         earlier = {"loss": self.losses, "grad_norm": self.grad_norms}
         return self._guard.after_step(self._state, self._run(inputs), earlier, again)
+
+    def _before_save(self, state: RankState) -> None:
+        if self._guard is not None:
+            self._guard.before_save(state)
 
     def _run(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         outputs: Mapping[str, Any] = self._executor.run(self._state.arguments(self._graph, inputs))
@@ -485,6 +504,7 @@ class Trainer:
         if self._checkpoints is None:
             raise InputError("This Trainer was made without checkpoint=msc.Checkpoint(folder).")
         with self._outside("save"):
+            self._before_save(self._state)
             self._checkpoints.save(self._state, self._history, wait=True)
             self._checkpoints.flush()
         self._show_messages(lambda line: show(self._log, line))

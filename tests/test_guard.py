@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 import msc
+from msc.ir.errors import TrainingError
 from msc.run_folder import diagnose
 from msc.run_report import run_accounts
-from tests.checkpoint.runs import equal, findings, trainer
+from msc.runtime.corruption.fingerprints import Difference, Replicas
+from tests.checkpoint.runs import equal, findings, folders, trainer
 
 
 class Faulty:
@@ -173,3 +175,24 @@ def test_bad_options_are_told(options: dict[str, Any], text: str) -> None:
         msc.Guard(**options)
     with pytest.raises(msc.InputError, match="guard is 5; it is an"):
         trainer(None, guard=5)
+
+
+def test_copies_are_compared_before_a_save_and_the_rank_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+
+    def differences(self: Any, state: Any, all_reduce: Any) -> list[Difference]:
+        compared.append(state.step)
+        return [Difference("h.0.weight", (0, 1, 2), (0,))] if state.step == 4 else []
+
+    monkeypatch.setattr(Replicas, "differences", differences)
+    text = (
+        r"After step 4 copies of the state differ: h\.0\.weight: rank 0 of ranks 0, 1, 2\. They "
+        r"should be equal to the last bit, and were at step 2\."
+    )
+    with trainer(tmp_path, guard=msc.Guard(every=100), settings={"every": 2}) as run:
+        with pytest.raises(TrainingError, match=text):
+            run.fit(6)
+    assert compared == [2, 4]
+    assert [name[:13] for name in folders(tmp_path)] == ["step-00000002"]

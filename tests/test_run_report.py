@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 
@@ -65,3 +67,16 @@ def test_what_is_no_run_is_told(tmp_path: Path) -> None:
     ledger_file(tmp_path, 0).unlink()
     shown = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert "No rank has begun the run" in shown.stderr
+
+
+def test_a_disk_without_room_for_notes_does_not_stop_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(handle: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with trainer(None, run=tmp_path) as run:
+        run.fit(1)
+        assert len(run.losses) == 1
+    assert "nothing is noted for msc blame and msc report: [Errno 28]" in capsys.readouterr().err

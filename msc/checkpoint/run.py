@@ -7,7 +7,7 @@ import json
 import queue
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,7 @@ from msc.runtime.checkpoint.snapshot import Snapshots
 from msc.runtime.checkpoint.states import written_by
 from msc.runtime.checkpoint.storage import open_storage
 from msc.runtime.checkpoint.writer_process import WriterProcess
-from msc.runtime.recovery.images import Images, joined
+from msc.runtime.recovery.images import DamagedError, Images, joined
 from msc.runtime.recovery.link import Link, MemorySource
 from msc.runtime.state import RankState
 
@@ -122,7 +122,10 @@ class RunCheckpoints:
         self._kept = None
 
     def restore(self, state: RankState, source: MemorySource) -> None:
-        """Go to a step that there is of all ranks in host memory; not collective."""
+        """Go to a step that there is of all ranks in host memory; not collective.
+
+        Raises `LostRankError` if a rank's copy of it is damaged, which is not offered again.
+        """
         images = [
             Image(written_by(self._states.tensors, self._program.mesh, rank))
             for rank in range(self._program.mesh.size)
@@ -137,7 +140,11 @@ class RunCheckpoints:
         for overlap in plan.needed_by(rank):
             needed.setdefault(overlap.part, []).append((overlap.start, overlap.end))
         with Images(source) as memory:
-            own, note = memory.get(rank, images[rank].size)
+            try:
+                own, note = memory.get(rank, images[rank].size)
+            except DamagedError as error:
+                self._tell(f"{error} and not used")
+                raise
             held = {
                 part: memory.get(part, images[part].size, joined(ranges))[0]
                 for part, ranges in needed.items()
@@ -154,7 +161,7 @@ class RunCheckpoints:
         self._kept = 0
         self._arena.slots[0].copy_(own)
         self._arena.marks.note(0, note)
-        self._arena.marks.set(0, source.mark)
+        self._arena.complete(0, source.mark)
 
     def _empty_target(self, state: RankState) -> dict[str, Tensor]:
         parts = {tensor.name: tensor.of(state) for tensor in self._states.tensors}
@@ -306,9 +313,12 @@ class RunCheckpoints:
         """Parameters and moments are about to be written: the copy of them must be done."""
         self._snapshots.settle()
 
-    def after_step(self, state: RankState, history: History) -> None:
-        """Save if it is time to; on every rank alike."""
+    def after_step(
+        self, state: RankState, history: History, check: Callable[[RankState], None]
+    ) -> None:
+        """Save if it is time to, after `check` has seen the state; on every rank alike."""
         if self._is_due(state.step):
+            check(state)
             self.save(state, history, wait=self._options.when_busy == "wait")
 
     def _is_due(self, step: int) -> bool:
@@ -350,7 +360,7 @@ class RunCheckpoints:
 
         def copied() -> None:
             if mark is not None:
-                self._arena.marks.set(slot, mark)
+                self._arena.complete(slot, mark)
             self.writer.save(step, slot, request)
 
         self._snapshots.begin(values, slots, copied)

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 _REFINEMENTS = 4
 _NODES = 100_000  # a limit of the search tree, not of time: results are the same on every machine
@@ -123,6 +121,9 @@ class _Rows:
         return best
 
     def _milp(self, costs: NDArray[np.float64], upper: NDArray[np.float64]) -> Any:
+        from scipy import sparse  # which takes longer to import than a rank's part of MSC
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         rows, columns, entries = zip(*self.entries, strict=True)
         shape = (len(self.lower), len(self.costs))
         matrix = sparse.coo_matrix((entries, (rows, columns)), shape=shape).tocsr()

@@ -8,7 +8,17 @@ import tempfile
 
 import torch
 
-from msc.runtime.checkpoint.marks import BYTES, SLOTS, Marks, read_marks, read_note
+from msc.runtime.checkpoint.marks import (
+    BYTES,
+    SLOTS,
+    Digest,
+    Mark,
+    Marks,
+    read_digest,
+    read_marks,
+    read_note,
+    withdraw,
+)
 
 
 class Arena:
@@ -33,7 +43,14 @@ class Arena:
         if device.type == "cuda":
             _pin(whole)
         self.marks = Marks(memoryview(self._map)[self.marks_start :])
+        self._whole = whole
         self.slots = [whole[i * self.stride : i * self.stride + size] for i in range(SLOTS)]
+
+    def complete(self, slot: int, mark: Mark) -> None:
+        """A slot holds a snapshot, and its note: from here on nothing of it may change."""
+        note = read_note(self.handle, self.marks_start, slot)
+        start = slot * self.stride
+        self.marks.set(slot, mark, _digest(self._whole[start : start + self.stride], note))
 
 
 def stride_of(size: int) -> int:
@@ -42,17 +59,34 @@ def stride_of(size: int) -> int:
 
 
 class OtherArena:
-    """A slot of the arena of another process of this host, of which `handle` is the open file."""
+    """A slot of the arena of another process of this host, of which `handle` is the open file.
+
+    mark: of the snapshot that it holds, None if it was withdrawn.
+    """
 
     def __init__(self, handle: int, size: int, slot: int) -> None:
         stride = stride_of(size)
         start = SLOTS * stride
         whole = torch.frombuffer(mmap.mmap(handle, start + BYTES), dtype=torch.uint8)
-        mark = read_marks(handle, start)[slot]
-        assert mark is not None
-        self.mark = mark
+        self.mark = read_marks(handle, start)[slot]
+        self._place = handle, start, slot
         self.note = read_note(handle, start, slot)
-        self.image = whole[slot * stride : slot * stride + size]
+        self._slot = whole[slot * stride : (slot + 1) * stride]
+        self.image = self._slot[:size]
+
+    def is_intact(self) -> bool:
+        """Whether the slot holds, to the last bit, what its owner has put there."""
+        return read_digest(*self._place) == _digest(self._slot, self.note)
+
+    def withdraw(self) -> None:
+        """Let nobody use the slot again until it is written anew."""
+        withdraw(*self._place)
+
+
+def _digest(slot: torch.Tensor, note: str) -> int:
+    found = Digest()
+    found.update(slot.numpy().data)
+    return found.finish(note)
 
 
 def _memory(size: int) -> int:

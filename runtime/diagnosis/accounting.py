@@ -72,7 +72,8 @@ def _add_gap(
     seconds: dict[str, float], attempt: Attempt, until: float, known: Sequence[float]
 ) -> None:
     start = attempt.end_s
-    length = max(until - start, 0.0)
+    until = max(start, until)  # a clock's tick may lie between them
+    length = until - start
     if attempt.ended:
         seconds[IDLE] += length
     elif attempt.last == REPAIR:

@@ -7,6 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+_since_ns: int | None = None
+
+
+def begin_now() -> None:
+    """This process has waited until now to be a rank: its age counts from here."""
+    global _since_ns
+    _since_ns = time.monotonic_ns()
+
 
 def process_facts() -> dict[str, Any]:
     """What says later whether this process is alive."""
@@ -28,7 +36,9 @@ def alive(facts: dict[str, Any]) -> str:
 
 
 def process_age_ns() -> int:
-    """How long this process has lived; 0 where that is not known."""
+    """How long this process has lived, or been a rank; 0 where that is not known."""
+    if _since_ns is not None:
+        return time.monotonic_ns() - _since_ns
     born: int = process_facts()["born"]
     if not born:
         return 0

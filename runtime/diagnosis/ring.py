@@ -59,7 +59,7 @@ class Ring:
         size = self._records + capacity * _RECORD.size
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            os.ftruncate(handle, size)
+            os.posix_fallocate(handle, 0, size)  # a full disk must not end who writes into it later
             self._map = mmap.mmap(handle, size)
         finally:
             os.close(handle)

@@ -20,11 +20,14 @@ from typing import Any
 
 from msc.ir.torch_private import TCPStore
 from msc.runtime.checkpoint.marks import Mark
+from msc.runtime.diagnosis.blame import MISMATCH
+from msc.runtime.diagnosis.ring import RankView
 from msc.runtime.recovery.environment import Layout
 from msc.runtime.recovery.events import Events
 from msc.runtime.recovery.faults import Fault, Memory, of_exit
 from msc.runtime.recovery.growth import Growth, new_store
 from msc.runtime.recovery.health import Health
+from msc.runtime.recovery.inquiry import Inquiry
 from msc.runtime.recovery.members import Fit, Member, Stage
 from msc.runtime.recovery.places import Place, Places
 from msc.runtime.recovery.repair import Repair
@@ -109,6 +112,7 @@ class Controller:
         self._calm = False
         self._lost: float | None = None
         self._since = time.monotonic()  # nodes are waited for
+        self._inquiry: Inquiry | None = None
         self._returned: list[tuple[Node, Mapping[str, Any]]] = []
         self._news: list[Fault] = []
         self._speaking: dict[int, Node] = {}  # processes that have yet to say what failed
@@ -260,7 +264,8 @@ class Controller:
             return
         self._look()
         if self._news:
-            self._begin_repair()
+            if self._knows_the_cause():
+                self._begin_repair()
         elif all(member.stage is Stage.ENDED for member in self._members):
             self.code = 0
         else:
@@ -317,7 +322,10 @@ class Controller:
         elif event == "standby":
             self._events.record("standby is warm", pid=report["pid"])
         elif event == "standby lost":
-            self._events.say("a standby process ended before it was needed; there is no new one")
+            self._calm = False
+            self._events.record("standby ended")
+            then = "another is started" if report["warm"] else "there is no new one"
+            self._events.say(f"a standby process ended before it was needed; {then}")
         elif event == "silent":
             self._speaking.pop(report["process"], None)
         else:
@@ -477,12 +485,11 @@ class Controller:
         if found is None:
             return
         for cause in found.guilty:
-            view = found.views.get(cause.rank)
+            more = cause.detail if cause.what == MISMATCH else f"for {found.seconds:.1f} s"
             self._note(
                 self._members[cause.rank],
-                f"{cause.what} for {found.seconds:.1f} s",
-                None if view is None else view.step,
-                "" if view is None else what_it_did(view),
+                cause.what,
+                *_in_its_ring(found.views.get(cause.rank), more),
                 program=True,
                 detect_s=found.seconds,
             )
@@ -490,6 +497,33 @@ class Controller:
             self._news.append(Fault(None, found.text, None, detect_s=found.seconds))
 
     # -- repair
+
+    def _knows_the_cause(self) -> bool:
+        """Whether the first cause of the news is known: rings may have to be read for it.
+
+        Where a rank has done something else than its program, a crash is no cause but follows: of
+        gloo, a collective that others do not have can end any of their processes. Rings are read
+        twice, as a rank that goes on may write what is being read.
+        """
+        if not self._recovers or not any(fault.program for fault in self._news):
+            return True
+        nodes = list(self._roster.seated.values())
+        if self._inquiry is None:
+            self._inquiry = Inquiry(nodes, time.monotonic())
+        answer = self._inquiry.answer(self._health, self._world)
+        if answer is None:
+            return False
+        self._inquiry = None
+        causes = []
+        for cause, view in answer:
+            own = next((fault for fault in self._news if fault.rank == cause.rank), None)
+            if own is None or own.what != cause.what:
+                where = _in_its_ring(view, cause.detail)
+                self._note(self._members[cause.rank], cause.what, *where, program=True)
+                causes.append(self._news.pop())
+        ranks = {cause.rank for cause in causes}
+        self._news = [*causes, *(fault for fault in self._news if fault.rank not in ranks)]
+        return True
 
     def _begin_repair(self) -> None:
         faults, self._news = self._news, []
@@ -708,15 +742,17 @@ class Controller:
         if repair is not None and not repair.left:
             if not any(member.stage is Stage.LEAVES for member in self._members):
                 repair.left = now
-        if self._lost is not None and now - self._lost > _LOST_S:
+        waiting = all(member.stage is Stage.WAITS for member in self._members)
+        if self._lost is not None and (waiting or now - self._lost > _LOST_S):
             gone = [member for member in self._members if member.stage is Stage.ENDED]
             for member in gone:
                 self._note(member, "ended before the others did", None, "", code=1, program=True)
             if not gone:
-                self._news.append(Fault(None, "lost a connection", None, detect_s=_LOST_S))
+                waited = now - self._lost
+                self._news.append(Fault(None, "lost a connection", None, detect_s=waited))
             self._lost = None
             return
-        if all(member.stage is Stage.WAITS for member in self._members):
+        if waiting:
             self._form()
         if repair is None and all(member.stage is Stage.RUNS for member in self._members):
             self._try_to_grow(now)
@@ -800,3 +836,10 @@ class Controller:
         else:
             text = f"Rank {fault.rank} {fault.what}"
         self._events.say(f"{text}; the other ranks were stopped.")
+
+
+def _in_its_ring(view: RankView | None, more: str) -> tuple[int | None, str]:
+    """The step of a rank, and in words `more` and what it did last."""
+    did = "" if view is None else what_it_did(view)
+    step = None if view is None else view.step
+    return step, ", ".join(text for text in (more, did) if text)

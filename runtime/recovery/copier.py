@@ -8,9 +8,9 @@ import os
 import threading
 from collections.abc import Collection
 
-from msc.runtime.checkpoint.marks import BYTES, SLOTS, Mark, Marks
+from msc.runtime.checkpoint.marks import BYTES, SLOTS, Digest, Mark, Marks
 from msc.runtime.recovery.shelf import Shelf
-from msc.runtime.recovery.transfer import Address, Client, Torn
+from msc.runtime.recovery.transfer import Address, Answer, Client, Torn
 
 _LOOK_S = 0.2
 """Between two questions whether there is a newer snapshot."""
@@ -62,27 +62,32 @@ class Copier:
 
     def _copy(self, client: Client, rank: int, mark: Mark) -> None:
         epoch = self._shelf.epoch
-        note, stride = client.ask(rank, mark)
-        handle = self._shelf.copy_into(rank, stride, epoch)
+        answer = client.ask(rank, mark)
+        handle = self._shelf.copy_into(rank, answer.stride, epoch)
         if handle is None:
             raise Torn("all snapshots were thrown away meanwhile")
         try:
-            self._fill(client, handle, stride, note, mark)
+            self._fill(client, handle, answer, mark)
         finally:
             os.close(handle)
 
-    def _fill(self, client: Client, handle: int, stride: int, note: str, mark: Mark) -> None:
+    def _fill(self, client: Client, handle: int, answer: Answer, mark: Mark) -> None:
+        stride = answer.stride
         area = mmap.mmap(handle, BYTES, offset=SLOTS * stride)
         with area, memoryview(area) as view:
             marks = Marks.existing(view)
             slot = marks.oldest()
             marks.clear(slot)
             buffer = memoryview(bytearray(min(_CHUNK, stride)))
+            found = Digest()
             place, end = slot * stride, (slot + 1) * stride
             while place < end:
                 part = buffer[: end - place]
                 client.take(part)
+                found.update(part)
                 place += os.pwrite(handle, part, place)
             client.finish()
-            marks.note(slot, note)
-            marks.set(slot, mark)
+            if found.finish(answer.note) != answer.digest:
+                raise Torn(f"the snapshot of step {mark.step} is damaged")
+            marks.note(slot, answer.note)
+            marks.set(slot, mark, answer.digest)

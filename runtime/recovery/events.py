@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,12 +19,21 @@ class Events:
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE
         self._file.touch()
+        self._failed = False
 
     def record(self, event: str, **facts: Any) -> None:
-        """Record an event."""
-        line = json.dumps({"time": time.time(), "event": event, **facts})
-        with self._file.open("a") as file:
-            file.write(line + "\n")
+        """Record an event; a run is not ended by a disk that takes none."""
+        line = json.dumps({"time": time.time(), "event": event, **facts}) + "\n"
+        try:
+            with self._file.open("ab", buffering=0) as file:
+                start, data = file.tell(), line.encode()
+                if file.write(data) < len(data):
+                    file.truncate(start)  # half a line is none
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
+        except OSError as error:
+            if not self._failed:
+                self.say(f"events are lost from here on: {error}")
+            self._failed = True
 
     def say(self, text: str) -> None:
         """Tell the user, on stderr."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +109,7 @@ class Health:
     def wants_rings(self) -> bool:
         """Whether nobody gets on, so that all rings must be read."""
         now = time.monotonic()
-        if not self._pulses or now < self._next_look or self._still(now) < self.patience_s:
+        if not self._pulses or now < self._next_look or self._still(now) < STILL_S:
             return False
         self._next_look = now + _LOOK_S
         return True
@@ -117,15 +117,15 @@ class Health:
     def judge(self, rings: Iterable[Mapping[str, Any]], world: int) -> Standstill | None:
         """Why nobody gets on, by the rings of all ranks (see `Rings.all`).
 
-        None if ranks do meanwhile, or wait for what is no fault.
+        None if ranks do meanwhile, or wait for what is no fault. A rank that runs another program
+        is no slow one, so it is found in the first steps too.
         """
         still = self._still(time.monotonic())
-        if still < self.patience_s:
+        if still < STILL_S:
             return None
-        found = list(rings)
-        views = {each["rank"]: view_from_data(each["view"]) for each in found if each["view"]}
-        schedules = {each["rank"]: from_text(each["schedule"]) for each in found}
-        causes = blame(views, schedules, world).causes
+        causes, views = _causes(rings, world)
+        if still < self.patience_s and not any(cause.what == MISMATCH for cause in causes):
+            return None
         kinds = _GUILTY if still < WITHOUT_DATA_S else _GUILTY + _SLOW
         guilty = tuple(cause for cause in causes if cause.what in kinds)
         text = "; ".join(f"rank {c.rank} {c.what}{_detail(c)}" for c in causes) or "nobody gets on"
@@ -133,8 +133,24 @@ class Health:
             return Standstill(still, guilty, text, views)
         return None
 
+    def mismatches(
+        self, rings: Iterable[Mapping[str, Any]], world: int
+    ) -> list[tuple[Cause, RankView | None]]:
+        """The ranks that have done something else than their programs, whatever came of it."""
+        causes, views = _causes(rings, world)
+        return [(each, views.get(each.rank)) for each in causes if each.what == MISMATCH]
+
     def _still(self, now: float) -> float:
         return now - max(pulse.changed for pulse in self._pulses.values())
+
+
+def _causes(
+    rings: Iterable[Mapping[str, Any]], world: int
+) -> tuple[Sequence[Cause], dict[int, RankView]]:
+    found = list(rings)
+    views = {each["rank"]: view_from_data(each["view"]) for each in found if each["view"]}
+    schedules = {each["rank"]: from_text(each["schedule"]) for each in found}
+    return blame(views, schedules, world).causes, views
 
 
 def _detail(cause: Cause) -> str:

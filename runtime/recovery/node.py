@@ -348,8 +348,8 @@ class NodeAgent:
         lost, over = self.pool.reap()
         for worker in over:
             self._report("silent", process=self._last_words.pop(worker))
-        for _ in range(lost):
-            self._report("standby lost")
+        for worker in lost:
+            self._report("standby lost", warm=worker.warm)
 
     def _look(self) -> None:
         """Find who is frozen, and say how far the others are."""

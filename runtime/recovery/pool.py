@@ -31,7 +31,7 @@ class Pool:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = modules
-        self._died = 0  # of those that wait, as the next would
+        self._died = 0  # before they could wait
         self._selector = selectors.DefaultSelector()
         self._standbys: list[Worker] = []
         self._doomed: dict[Worker, float] = {}  # until when they may say what failed
@@ -60,7 +60,7 @@ class Pool:
         self._selector.unregister(file)
 
     def stand_by(self, count: int) -> None:
-        """Let `count` processes wait, less those that have ended while they did."""
+        """Let `count` processes wait, less those that have ended before they could."""
         while len(self._standbys) < count - self._died:
             worker = self.new()
             worker.stand_by(self._modules)
@@ -109,11 +109,11 @@ class Pool:
         self._bury(worker)
         worker.end_children(signal.SIGKILL)
 
-    def reap(self) -> tuple[int, list[Worker]]:
+    def reap(self) -> tuple[list[Worker], list[Worker]]:
         """Look after processes that are no ranks.
 
-        How many standbys have ended, each of which is one less from now on; and which of those that
-        were given up are gone.
+        Which standbys have ended, where one that was not even warm has no successor, as that would
+        end alike; and which of those that were given up are gone.
         """
         now = time.monotonic()
         over = [
@@ -127,10 +127,10 @@ class Pool:
         lost = [worker for worker in self._standbys if worker.poll() is not None]
         for worker in lost:
             self._standbys.remove(worker)
-            self._died += 1
+            self._died += not worker.warm
             self._bury(worker)
         self._left = [worker for worker in self._left if worker.children()]
-        return len(lost), over
+        return lost, over
 
     def end(self, ranks: Sequence[Worker]) -> None:
         """End every process; those that write a checkpoint may finish."""

@@ -3,21 +3,32 @@
 A request is a JSON message, `{"want": .., ..}`; so is the answer, and bytes may follow it:
 
 newest    the newest complete snapshot of each own rank of the agent
-snapshot  ranges of bytes of a rank's slot, and one byte more: 1 if the slot was whole throughout
+snapshot  ranges of bytes of a rank's slot, and one byte more: 1 if the slot was whole throughout;
+          nothing if it is to be intact, and is damaged: then nobody gets it any more
 journal   the losses of the run
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import secrets
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from msc.runtime.checkpoint.marks import SLOTS, Mark, read_marks, read_note
+from msc.runtime.checkpoint.marks import (
+    SLOTS,
+    Digest,
+    Mark,
+    read_digest,
+    read_marks,
+    read_note,
+    withdraw,
+)
 from msc.runtime.recovery.shelf import Book, Shelf
 from msc.runtime.recovery.wire import (
     is_proof,
@@ -94,7 +105,11 @@ class Server:
                 send_frame(connection, None)
                 return
             try:
-                _send_snapshot(connection, book, mark, request["ranges"])
+                if request["intact"] and not _is_intact(book):
+                    withdraw(book.handle, book.marks, book.slot)
+                    send_frame(connection, None)
+                else:
+                    _send_snapshot(connection, book, mark, request["ranges"])
             finally:
                 book.close()
         else:
@@ -106,11 +121,22 @@ def _send_snapshot(
 ) -> None:
     stride = book.marks // SLOTS
     note = read_note(book.handle, book.marks, book.slot)
-    send_frame(connection, {"note": note, "stride": stride})
+    digest = read_digest(book.handle, book.marks, book.slot)
+    send_frame(connection, {"note": note, "stride": stride, "digest": digest})
     for start, end in [(0, stride)] if ranges is None else ranges:
         _send_file(connection, book.handle, book.slot * stride + start, end - start)
     whole = read_marks(book.handle, book.marks)[book.slot] == mark
     connection.sendall(b"\1" if whole else b"\0")
+
+
+def _is_intact(book: Book) -> bool:
+    stride = book.marks // SLOTS
+    found = Digest()
+    with mmap.mmap(book.handle, stride, mmap.MAP_SHARED, offset=book.slot * stride) as slot:
+        with memoryview(slot) as view:
+            found.update(view)
+    digest = found.finish(read_note(book.handle, book.marks, book.slot))
+    return digest == read_digest(book.handle, book.marks, book.slot)
 
 
 def _send_file(connection: socket.socket, handle: int, start: int, count: int) -> None:
@@ -121,6 +147,15 @@ def _send_file(connection: socket.socket, handle: int, start: int, count: int) -
 
 class Torn(Exception):
     """The snapshot is not there, or was overwritten while it was read."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is said before the bytes of a snapshot: its note, its slot's bytes, and its digest."""
+
+    note: str
+    stride: int
+    digest: int
 
 
 class Client:
@@ -158,19 +193,30 @@ class Client:
         return receive_exactly(self._socket, receive_frame(self._socket))
 
     def ask(
-        self, rank: int, mark: Mark, ranges: Sequence[tuple[int, int]] | None = None
-    ) -> tuple[str, int]:
-        """Ask for bytes of a snapshot, None for the whole slot; its note, and the slot's bytes.
+        self,
+        rank: int,
+        mark: Mark,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        intact: bool = False,
+    ) -> Answer:
+        """Ask for bytes of a snapshot, None for the whole slot.
 
-        `take` them, one range after another, and then `finish`. Raises `Torn` if it is not there.
+        `take` them, one range after another, and then `finish`. Raises `Torn` if it is not there,
+        or, where it is to be `intact`, damaged.
         """
-        mark_data = [mark.generation, mark.step]
-        request = {"want": "snapshot", "rank": rank, "mark": mark_data, "ranges": ranges}
+        request = {
+            "want": "snapshot",
+            "rank": rank,
+            "mark": [mark.generation, mark.step],
+            "ranges": ranges,
+            "intact": intact,
+        }
         send_frame(self._socket, request)
         answer = receive_frame(self._socket)
         if answer is None:
-            raise Torn(f"the snapshot of rank {rank} in step {mark.step} is not there")
-        return answer["note"], answer["stride"]
+            what = "not there, or damaged" if intact else "not there"
+            raise Torn(f"the snapshot of rank {rank} in step {mark.step} is {what}")
+        return Answer(**answer)
 
     def take(self, view: memoryview) -> None:
         """The next bytes of what was asked for."""

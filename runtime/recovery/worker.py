@@ -16,6 +16,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from msc.runtime.diagnosis.process_facts import begin_now
 from msc.runtime.recovery import link
 from msc.runtime.recovery.channel import Channel
 from msc.runtime.recovery.journal import Journal
@@ -33,6 +34,7 @@ def main() -> None:
             importlib.import_module(module)
         channel.send("warm")
         received = channel.receive()
+        begin_now()
     if received is None:
         return  # the run has ended, and nobody needs a standby
     message, files = received

@@ -41,7 +41,9 @@ def test_without_a_bound_no_named_schedule_is_better_with_the_memory_of_1f1b() -
     auto, usual, other = (compiled(name) for name in ("auto", "1f1b", "zb-v"))
     assert max(other.memory_bytes()) <= max(usual.memory_bytes())
     assert max(auto.memory_bytes()) <= max(usual.memory_bytes())
-    assert auto.report.schedule.bubble <= other.report.schedule.bubble < usual.report.schedule.bubble
+    assert (
+        auto.report.schedule.bubble <= other.report.schedule.bubble < usual.report.schedule.bubble
+    )
 
 
 def test_on_a_cluster_the_simulated_step_decides() -> None:

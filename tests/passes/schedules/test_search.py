@@ -89,10 +89,12 @@ def test_a_few_rounds_stand_for_many_micro_batches() -> None:
 
 
 def test_of_what_follows_the_best_first_comes_what_may_fit_by_its_end() -> None:
-    first, *rest = ranked_schedules(4, None, 8, 16, lambda rules: layers(rules, 16), None)
+    _, *rest = ranked_schedules(4, None, 8, 16, lambda rules: layers(rules, 16), None)
     assert len(rest) > 20
     whole = 16.0 + 4  # 1F1B's first stage: 4 layers of 4 micro-batches, and its parameters
-    needed = [max(peak_held(o, layers(s.rules, 16).activations) for o in s.orders) + 4 for s in rest]
+    needed = [
+        max(peak_held(o, layers(s.rules, 16).activations) for o in s.orders) + 4 for s in rest
+    ]
     fit = [need <= 1.15 * whole for need in needed]
     number = fit.index(False)
     assert number > 5

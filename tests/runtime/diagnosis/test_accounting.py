@@ -38,6 +38,11 @@ def test_a_failure_that_nobody_has_noted_is_detected_by_the_next_attempt() -> No
     assert (found.seconds["detect"], found.seconds["repair"], found.wall_s) == (20, 0, 40)
 
 
+def test_no_class_has_less_than_nothing_where_an_attempt_begins_before_the_end() -> None:
+    (found,) = accounts({0: [attempt(0, compute=10), attempt(9.9, compute=10)]})
+    assert (found.seconds["detect"], found.seconds["repair"], found.wall_s) == (0, 0, 20)
+
+
 def test_time_after_an_attempt_that_ended_is_idle() -> None:
     ended = replace(attempt(0, "idle", compute=10), ended=True)
     (found,) = accounts({0: [ended, attempt(30, compute=10)]})

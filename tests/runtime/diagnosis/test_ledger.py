@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from msc.runtime.diagnosis import ledger as module
+from msc.runtime.diagnosis import process_facts
 from msc.runtime.diagnosis.ledger import CLASSES, RECORD_BYTES, Attempt, Ledger, read_ledger
 
 
@@ -175,3 +176,12 @@ def test_another_file_is_refused(file: Path, clock: Clock) -> None:
     with pytest.raises(ValueError, match="no ledger of a rank"):
         read_ledger(file)
     assert len(set(CLASSES)) == 10
+
+
+def test_a_process_that_has_waited_to_be_a_rank_begins_when_it_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_facts, "_since_ns", None)
+    whole = process_facts.process_age_ns()
+    process_facts.begin_now()
+    assert 0 <= process_facts.process_age_ns() < whole

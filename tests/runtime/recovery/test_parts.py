@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,12 +14,14 @@ import pytest
 import torch
 
 from msc.runtime.checkpoint.arena import Arena, OtherArena
-from msc.runtime.checkpoint.marks import Mark
+from msc.runtime.checkpoint.marks import Mark, read_marks
+from msc.runtime.diagnosis.blame import MISMATCH
 from msc.runtime.diagnosis.ring import Ring
 from msc.runtime.diagnosis.schedule import Act, collective_channel, to_text
 from msc.runtime.recovery import health, sockets
 from msc.runtime.recovery.arenas import HeldArena, newest_common
 from msc.runtime.recovery.channel import Channel
+from msc.runtime.recovery.events import FILE, Events, read_events
 from msc.runtime.recovery.faults import Fault, Memory, of_exit
 from msc.runtime.recovery.health import Health, Standstill
 from msc.runtime.recovery.journal import Entry, Journal
@@ -82,13 +86,13 @@ def test_the_newest_step_is_one_that_all_have() -> None:
 
     assert newest() is None
     for arena in arenas:
-        arena.marks.set(0, Mark(1, 4))
+        arena.marks.set(0, Mark(1, 4), 0)
     for arena in arenas[1:]:
-        arena.marks.set(1, Mark(1, 6))
+        arena.marks.set(1, Mark(1, 6), 0)
     assert newest() == (Mark(1, 4), [0, 0, 0])
-    arenas[0].marks.set(1, Mark(2, 6))  # the same step of another generation
+    arenas[0].marks.set(1, Mark(2, 6), 0)  # the same step of another generation
     assert newest() == (Mark(1, 4), [0, 0, 0])
-    arenas[0].marks.set(1, Mark(1, 6))
+    arenas[0].marks.set(1, Mark(1, 6), 0)
     assert newest() == (Mark(1, 6), [1, 1, 1])
     arenas[2].marks.clear(1)  # it is being written
     assert newest() == (Mark(1, 4), [0, 0, 0])
@@ -100,10 +104,15 @@ def test_a_slot_is_read_through_the_open_file_of_another_process() -> None:
     arena.slots[1].fill_(7)
     assert arena.marks.note(1, "a note")
     assert not arena.marks.note(1, "x" * (1 << 16))
-    arena.marks.set(1, Mark(2, 9))
+    arena.complete(1, Mark(2, 9))
     other = OtherArena(arena.handle, 5000, 1)
     assert (other.note, other.mark) == ("a note", Mark(2, 9))
     assert torch.equal(other.image, arena.slots[1])
+    assert other.is_intact()
+    arena.slots[1][4321] ^= 1
+    assert not other.is_intact()
+    other.withdraw()
+    assert read_marks(arena.handle, arena.marks_start) == [None, None]
 
 
 def test_only_connections_of_groups_are_shut() -> None:
@@ -180,6 +189,33 @@ def test_who_computes_while_others_wait_is_found(
     assert "rank 1 waits for data" in found.text
 
 
+def test_who_runs_another_program_is_found_in_the_first_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "STILL_S", 0.0)
+    channel = collective_channel("dp", (0, 1))
+    schedule = [Act("all_reduce", channel, 8, "here"), Act("wait", channel, 0, "here", 0)]
+    told, watched = Rings(), Health()
+    rings = []
+    for rank in range(2):
+        path, file = tmp_path / f"{rank}.ring", tmp_path / f"{rank}.json"
+        rings.append(Ring(path, rank, [channel]))
+        file.write_text(to_text(schedule))
+        told.watch(rank, path, file)
+        rings[rank].phase("step", 1)
+    watched.hear(told.news())
+    rings[0].enter(rings[0].start("all_reduce", channel, 8))
+    assert watched.mismatches(told.all(), 2) == []
+    assert watched.judge(told.all(), 2) is None  # it may be slow
+    rings[1].start("all_gather", channel, 8)
+    found = watched.judge(told.all(), 2)
+    assert found is not None
+    assert [(cause.rank, cause.what) for cause in found.guilty] == [(1, MISMATCH)]
+    ((cause, view),) = watched.mismatches(told.all(), 2)
+    assert "has all_gather on dp:0,1, 8 bytes where its program has all_reduce" in cause.detail
+    assert view == told.view(1)
+
+
 def test_nobody_is_blamed_before_a_few_steps_say_how_long_they_take(tmp_path: Path) -> None:
     told, watched = Rings(), Health()
     watched.begin()
@@ -204,3 +240,34 @@ def test_faults_that_a_program_may_cause_are_tried_once_more() -> None:
     assert memory.hopeless([raised]) == "the same failure came back after the rank was replaced"
     assert memory.hopeless([Fault(1, "raised InputError: x", 1, final=True)])
     assert of_exit(-11) == ("crashed (SIGSEGV)", True)
+
+
+def test_events_that_cannot_be_recorded_are_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / FILE).symlink_to("/dev/full")
+    events = Events(tmp_path)
+    events.record("fault", rank=1)
+    events.record("fault", rank=2)
+    told = capsys.readouterr().err
+    assert told == "msc: events are lost from here on: [Errno 28] No space left on device\n"
+
+
+_HALF = """
+import resource, sys
+from pathlib import Path
+from msc.runtime.recovery.events import Events
+events = Events(Path(sys.argv[1]))
+events.record("fault", rank=1)
+limit = (Path(sys.argv[1]) / "events.jsonl").stat().st_size + 10
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+events.record("fault", rank=2)
+"""
+
+
+def test_half_an_event_is_none(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _HALF, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "events are lost from here on" in done.stderr
+    assert [each["rank"] for each in read_events(tmp_path)] == [1]

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from msc.ir.errors import LostRankError
 from msc.runtime.checkpoint.arena import Arena, OtherArena
-from msc.runtime.checkpoint.marks import Mark
+from msc.runtime.checkpoint.marks import Digest, Mark
 from msc.runtime.recovery.arenas import HeldArena
 from msc.runtime.recovery.controller import Budget
 from msc.runtime.recovery.controller_process import Service, Settings
@@ -46,7 +47,7 @@ class Host:
         self.arena.marks.clear(slot)
         self.arena.slots[slot].random_(0, 255)
         self.arena.marks.note(slot, f"note of {mark.step}")
-        self.arena.marks.set(slot, mark)
+        self.arena.complete(slot, mark)
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +99,36 @@ def test_a_snapshot_that_is_overwritten_while_it_is_read_does_not_count(host: Ho
     with Client(host.address, "token") as client:
         with pytest.raises(Torn, match="rank 3 in step 5 is not there"):
             client.ask(3, Mark(1, 5))
-        _, stride = client.ask(3, MARK)
+        stride = client.ask(3, MARK).stride
         host.arena.marks.clear(0)
         client.take(memoryview(bytearray(stride)))
         with pytest.raises(Torn, match="overwritten"):
             client.finish()
-    host.arena.marks.set(0, MARK)
+    host.arena.complete(0, MARK)
+
+
+def test_a_damaged_snapshot_is_neither_copied_nor_given_to_its_rank(host: Host) -> None:
+    mark = Mark(1, 8)
+    host.save(1, mark)
+    host.arena.slots[1][SIZE // 2] ^= 1
+    with Client(host.address, "token") as client:
+        answer = client.ask(3, mark)
+        found = Digest()
+        found.update(_taken(client, answer.stride))
+        assert found.finish(answer.note) != answer.digest  # what a copier sees
+        source = MemorySource(mark, "memory", {}, {3: host.address}, "token")
+        with Images(source) as images, pytest.raises(LostRankError, match="or damaged"):
+            images.get(3, SIZE)
+        with pytest.raises(Torn, match="is not there"):  # nobody gets it any more
+            client.ask(3, mark)
+    assert host.shelf.marks() == {3: {MARK}}
+
+
+def _taken(client: Client, count: int) -> memoryview:
+    view = memoryview(bytearray(count))
+    client.take(view)
+    client.finish()
+    return view
 
 
 def test_a_journal_moves_to_a_node_that_has_none(host: Host) -> None:
