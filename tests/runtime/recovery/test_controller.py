@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from msc.runtime.diagnosis.blame import MISMATCH, Cause
 from msc.runtime.recovery.controller import Budget, Controller
 from msc.runtime.recovery.environment import HOST, Layout
 from msc.runtime.recovery.events import Events, read_events
+from msc.runtime.recovery.health import Health
 from msc.runtime.recovery.roster import Node
 
 NEW: dict[str, Any] = {"memo": None, "ranks": []}
@@ -23,6 +25,7 @@ class Agent:
     def __init__(self, name: str, wish: int | None = None) -> None:
         self.commands: list[tuple[str, dict[str, Any]]] = []
         self.ranks: dict[int, int] = {}
+        self.rings: list[dict[str, Any]] | None = []
         self.node = Node(self._send, name, (name, 1), wish)
 
     def _send(self, command: str, /, **facts: Any) -> None:
@@ -30,6 +33,8 @@ class Agent:
         self.commands.append((command, facts))
         if command == "start":
             self.ranks[facts["rank"]] = facts["process"]
+        if command == "read rings":
+            self.node.rings = self.rings
 
     def told(self, command: str) -> list[dict[str, Any]]:
         """What it was told with a command, once."""
@@ -221,3 +226,28 @@ def test_another_controller_goes_on_where_the_first_was(
     assert [each["rank"] for each in one.told("leave") + two.told("leave")] == [0, 1, 3]
     assert [each["rank"] for each in two.told("start")] == [2]
     assert again.join("late", state=states[1]) == ("", False)  # others have its ranks
+
+
+def test_a_crash_is_no_cause_where_another_rank_runs_another_program(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, _ = run.agents
+    cause = Cause(1, MISMATCH, "has all_gather where its program has all_reduce")
+    monkeypatch.setattr(Health, "mismatches", lambda self, rings, world: [(cause, None)])
+    for agent in (one, two):
+        agent.rings = None  # they take their time
+    code = {"rank": 3, "process": two.ranks[3], "step": 7, "doing": "", "detect_s": 0.1}
+    run.controller.hear(two.node, {"event": "exit", "code": -11, **code})
+    run.controller.turn()
+    assert not [each for each in read_events(run.folder) if each["event"] == "fault"]
+    for agent in (one, two):
+        agent.rings = []  # of the second reading
+        run.controller.hear(agent.node, {"event": "rings", "rings": []})
+    run.controller.turn()
+    run.controller.turn()
+    found = [each for each in read_events(run.folder) if each["event"] == "fault"]
+    assert [(each["rank"], each["what"]) for each in found] == [
+        (1, MISMATCH),
+        (3, "crashed (SIGSEGV)"),
+    ]
+    assert found[0]["doing"] == cause.detail

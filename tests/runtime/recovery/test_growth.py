@@ -59,6 +59,8 @@ class Run:
                 del self.processes[facts["rank"]]
             elif command == "adopt":
                 self.processes[facts["rank"]] = node, facts["process"]
+            elif command == "read rings":
+                node.rings = []
 
         node = Node(send, name)
         self.controller.joins(node, state or FRESH)
