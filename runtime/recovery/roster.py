@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -120,13 +121,14 @@ class Roster:
             zip(self.waiting, sources, strict=False)
         )
 
-    def newest_common(self) -> Mark | None:
-        """The newest snapshot that there is of every rank."""
-        held: dict[int, set[Mark]] = {}
+    def newest_common(self, nodes: int = 1) -> Mark | None:
+        """The newest snapshot that there is of every rank, on so many nodes each."""
+        held: dict[int, Counter[Mark]] = {}
         for node in self:
             for rank, marks in node.held.items():
-                held.setdefault(rank, set()).update(marks)
-        return newest_common(held, self._layout.world)
+                held.setdefault(rank, Counter()).update(marks)
+        enough = {rank: [m for m, n in marks.items() if n >= nodes] for rank, marks in held.items()}
+        return newest_common(enough, self._layout.world)
 
     def holders(self, mark: Mark) -> list[Node]:
         """By rank a node that has this snapshot; its own one if that does."""
