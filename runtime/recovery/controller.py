@@ -454,6 +454,8 @@ class Controller:
             self._events.record("fault", generation=self._generation, **vars(fault))
         dead = {fault.rank for fault in faults if fault.rank is not None}
         cost = len(dead) + len([fault for fault in faults if fault.lost])
+        if not cost and self._repair is not None:
+            cost = 1  # else what fails in a recovery each time would be tried for ever
         dead.update(*(fault.lost for fault in faults))
         hopeless = self._memory.hopeless(faults) if self._recovers else ""
         if not self._recovers or hopeless:
@@ -636,6 +638,8 @@ class Controller:
         self._events.record("gave up", generation=self._generation, why=why, **vars(fault))
         if self._recovers:
             text = f"generation {self._generation}: {fault}; the run ends, since {why}"
+        elif fault.rank is None:
+            text = str(fault)
         elif fault.what.startswith("ended"):
             text = f"Rank {fault.rank} failed with exit code {fault.code}"
         else:

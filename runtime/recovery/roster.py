@@ -37,7 +37,7 @@ class Node:
     rings: Sequence[Mapping[str, Any]] | None = None
 
     def __str__(self) -> str:
-        number = "a spare" if self.index is None else f"node {self.index}"
+        number = "a waiting node" if self.index is None else f"node {self.index}"
         return f"{number} ({self.name})" if self.name else number
 
 
