@@ -95,6 +95,14 @@ def test_a_rank_gets_the_bytes_it_needs_of_another_host(host: Host) -> None:
     assert joined([(6, 9), (0, 2), (2, 4), (1, 3)]) == [(0, 4), (6, 9)]
 
 
+def test_an_agent_that_is_gone_is_a_lost_peer() -> None:
+    with socket.create_server((HOST, 0)) as found:
+        address = found.getsockname()
+    with Images(MemorySource(MARK, "memory", {}, {3: address}, "token")) as images:
+        with pytest.raises(LostRankError, match="snapshot of rank 3 in step 4 does not come from"):
+            images.get(3, SIZE)
+
+
 def test_a_snapshot_that_is_overwritten_while_it_is_read_does_not_count(host: Host) -> None:
     with Client(host.address, "token") as client:
         with pytest.raises(Torn, match="rank 3 in step 5 is not there"):
