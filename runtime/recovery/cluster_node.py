@@ -89,6 +89,7 @@ class ClusterNode:
         )
         self._wire: Wire | None = None
         self._code: int | None = None
+        self._over = False  # the run, not this node's part in it
         self._name = secrets.token_hex(8)
         self._refused: float | None = None
         self._heard = time.monotonic()
@@ -108,10 +109,18 @@ class ClusterNode:
                     if got:
                         self._leave(got[0])
             finally:
-                self._agent.end()
-                if self._listener is not None:
-                    self._listener.close()
+                self._close()
         return self._code
+
+    def _close(self) -> None:
+        if self._wire is not None:
+            self._part(self._wire)
+        self._agent.end()
+        if self._listener is not None:
+            self._listener.close()
+        if self._controller is not None and self._over:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for slower nodes
+                self._controller.wait(_ANSWER_S)
 
     # -- the controller
 
@@ -216,7 +225,7 @@ class ClusterNode:
 
     def _obey(self, command: str, facts: dict[str, Any]) -> None:
         if command == "end":
-            self._code = facts["code"]
+            self._code, self._over = facts["code"], True
         elif command != "beat":
             self._agent.obey(command, facts)
 

@@ -40,6 +40,8 @@ _ASK_AGAIN_S = 30.0
 """After a step could not be saved, the ranks are asked again to give way."""
 _RETURN_S = 10.0
 """How long a controller that was started anew waits for the nodes of the one before."""
+_COUNT_S = 1.0
+"""Between two looks at which snapshots have copies."""
 
 
 @dataclass
@@ -113,6 +115,8 @@ class Controller:
         self._speaking: dict[int, Node] = {}  # processes that have yet to say what failed
         self._end: tuple[Fault, str] | None = None
         self._repeated = 0
+        self._next_count = 0.0
+        self._copied: Mark | None = None
         self._new_store()
 
     # -- nodes
@@ -495,6 +499,8 @@ class Controller:
             self._events.record("fault", generation=self._generation, **vars(fault))
         dead = {fault.rank for fault in faults if fault.rank is not None}
         cost = len(dead) + len([fault for fault in faults if fault.lost])
+        if not cost and self._repair is not None:
+            cost = 1  # else what fails in a recovery each time would be tried for ever
         dead.update(*(fault.lost for fault in faults))
         gone = self._gone(faults)
         hopeless = self._memory.hopeless(faults) if self._recovers else ""
@@ -689,6 +695,9 @@ class Controller:
             if not self._calm:
                 self._calm = True
                 self._look_ahead()
+        if self._calm and now > self._next_count:
+            self._next_count = now + _COUNT_S
+            self._count_copies()
 
     def _house(self, now: float) -> None:
         """Start the ranks that have no process, as soon as there is a node for them."""
@@ -716,12 +725,18 @@ class Controller:
             ranks = [] if source is None or source.index is None else self._ranks_of(source.index)
             node.send("copy", address=None if source is None else source.address, ranks=ranks)
 
+    def _count_copies(self) -> None:
+        """Note the newest step that the loss of a node cannot take away."""
+        copied = self._roster.newest_common(nodes=2)
+        if copied is not None and copied != self._copied:
+            self._copied = copied
+            self._events.record("copied", generation=copied.generation, step=copied.step)
+
     def _form(self) -> None:
         """All ranks are there: they form the next generation."""
         common = None if self._from_storage else self._roster.newest_common()
         inside = [member.fit for member in self._members if member.fit is not None]
         self._generation += 1
-        self._from_storage = False
         self._calm = False
         self._lost = None
         self._asked = None
@@ -732,6 +747,12 @@ class Controller:
             text = "memory" if own else "a neighbour's copy"
             source = {"mark": [common.generation, common.step], "text": text}
             where = [(rank, *node.address) for rank, node in enumerate(holders)]
+        elif self._generation > 1 and not self._from_storage:
+            self._events.say(
+                f"generation {self._generation}: no snapshot is in memory of all ranks; state "
+                "comes from storage, or the run from its beginning"
+            )
+        self._from_storage = False
         farthest = max(self._roster, key=lambda node: node.reached)
         for member in self._members:
             member.stage = Stage.JOINS
@@ -761,6 +782,8 @@ class Controller:
         self._events.record("gave up", generation=self._generation, why=why, **vars(fault))
         if self._recovers:
             text = f"generation {self._generation}: {fault}; the run ends, since {why}"
+        elif fault.rank is None:
+            text = str(fault)
         elif fault.what.startswith("ended"):
             text = f"Rank {fault.rank} failed with exit code {fault.code}"
         else:

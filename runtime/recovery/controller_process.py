@@ -107,7 +107,8 @@ class Service:
             if any(key.fileobj is self._listener for key, _ in self._selector.select(TICK_S)):
                 self._accept()
             for guest in list(self._guests):
-                self._hear(guest)
+                if guest in self._guests:  # else another one has taken its place just now
+                    self._hear(guest)
             self._controller.turn()
             now = time.monotonic()
             if now >= beat:

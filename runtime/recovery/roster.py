@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -36,7 +37,7 @@ class Node:
     rings: Sequence[Mapping[str, Any]] | None = None
 
     def __str__(self) -> str:
-        number = "a spare" if self.index is None else f"node {self.index}"
+        number = "a waiting node" if self.index is None else f"node {self.index}"
         return f"{number} ({self.name})" if self.name else number
 
 
@@ -121,13 +122,14 @@ class Roster:
             zip(self.waiting, sources, strict=False)
         )
 
-    def newest_common(self) -> Mark | None:
-        """The newest snapshot that there is of every rank."""
-        held: dict[int, set[Mark]] = {}
+    def newest_common(self, nodes: int = 1) -> Mark | None:
+        """The newest snapshot that there is of every rank, on so many nodes each."""
+        held: dict[int, Counter[Mark]] = {}
         for node in self:
             for rank, marks in node.held.items():
-                held.setdefault(rank, set()).update(marks)
-        return newest_common(held, self.layout.world)
+                held.setdefault(rank, Counter()).update(marks)
+        enough = {rank: [m for m, n in marks.items() if n >= nodes] for rank, marks in held.items()}
+        return newest_common(enough, self.layout.world)
 
     def holders(self, mark: Mark) -> list[Node]:
         """By rank a node that has this snapshot; its own one if that does."""

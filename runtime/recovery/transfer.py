@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ Address = tuple[str, int]
 _PATIENCE_S = 5.0
 """How long either side waits for the other to go on."""
 _REQUEST_BYTES = 1 << 22
+_AGAIN_S = 0.1
 
 
 class Server:
@@ -57,7 +59,10 @@ class Server:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # it was closed
+                if self._listener.fileno() < 0:
+                    return  # it was closed
+                time.sleep(_AGAIN_S)  # too many files are open
+                continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:

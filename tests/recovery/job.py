@@ -3,10 +3,10 @@
 Trains the program in FOLDER/MESH to STEPS, or "6+12" in two calls of fit, with checkpoints in
 FOLDER/RESULT.saves; rank 0's findings go to FOLDER/RESULT. FAULTS are `RANK@STEP@WHAT` with commas
 between them, each done once, when the rank asks for the data of the step: WHAT is a signal,
-"raise", "spin" (computes for ever), "wait" (until a standby is there), "wait N" (until N are),
-"until FILE" (until it is in FOLDER), "node SIGNAL", which sends a signal to the rank's agent and
-all of its ranks, or "always", which raises every time. At STEP "fit" it is done before the first
-step, and at "start" before the rank meets the others, if a fault was done before.
+"raise", "spin" (computes for ever), "wait" (until a standby is there), "until FILE" (until it is in
+FOLDER), "copied N" (until step N is, on another node), "node SIGNAL", which sends a signal to the
+rank's agent and all of its ranks, or "always", which raises every time. At STEP "fit" it is done
+before the first step, and at "start" before the rank meets the others, if a fault was done before.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import msc
+from msc.runtime.recovery.events import read_events
 from msc.runtime.recovery.link import current
 from tests.checkpoint.job import Rows
 
@@ -55,12 +56,15 @@ def do_faults(step: str, trainer: Any) -> None:
             raise ValueError("on purpose")
         if what == "spin":
             trainer._executor.run = spin
-        elif what.startswith("wait"):
-            link = current()
+        elif what == "wait":
+            wait_for(event="standby is warm")
+        elif what.startswith("copied "):
+            link, last = current(), int(what.removeprefix("copied "))
             assert link is not None
-            count = int(what.removeprefix("wait") or 1)
-            while (link.folder / "events.jsonl").read_text().count("standby is warm") < count:
-                time.sleep(0.05)
+            while last not in [
+                e["step"] for e in read_events(link.folder) if e["event"] == "copied"
+            ]:
+                time.sleep(0.1)
         elif what.startswith("until "):
             while not (FOLDER / what.removeprefix("until ")).exists():
                 time.sleep(0.05)
@@ -77,6 +81,14 @@ def do_faults(step: str, trainer: Any) -> None:
         else:
             os.kill(os.getpid(), getattr(signal, what))
             time.sleep(0.1)
+
+
+def wait_for(**facts: Any) -> None:
+    """Wait until the run has had such an event."""
+    link = current()
+    assert link is not None
+    while not any(facts.items() <= event.items() for event in read_events(link.folder)):
+        time.sleep(0.05)
 
 
 def spin(inputs: Sequence[Any]) -> None:

@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_frozen_nodes_ranks_move_to_a_spare_and_it_wakes_up_as_one(folder: Path) -> None:
-    faults = "0@fit@wait,1@3@SIGKILL,1@7@node SIGSTOP,0@9@until woken"
+    faults = "0@fit@wait,1@3@SIGKILL,1@7@copied 6,1@7@node SIGSTOP,0@9@until woken"
     nodes = Nodes(folder, "frozen", faults, "--spares", "1")
     for rank in range(3):
         nodes.start(rank)
@@ -116,7 +116,7 @@ def test_a_frozen_nodes_ranks_move_to_a_spare_and_it_wakes_up_as_one(folder: Pat
 
 
 def test_a_node_comes_back_to_a_controller_that_was_started_anew(folder: Path) -> None:
-    nodes = Nodes(folder, "back", "0@3@until learned,1@7@node SIGKILL")
+    nodes = Nodes(folder, "back", "0@3@until learned,1@7@copied 6,1@7@node SIGKILL")
     for rank in range(2):
         nodes.start(rank)
     nodes.wait((folder / "done.0@3@until learned").exists)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from msc.runtime.recovery import controller
 from msc.runtime.recovery.controller import Budget, Controller
 from msc.runtime.recovery.environment import HOST, Layout
 from msc.runtime.recovery.events import Events, read_events
@@ -170,6 +171,17 @@ def test_a_node_without_a_spare_is_waited_for_and_then_the_run_ends(
         run.controller.turn()
     assert run.controller.code == 1
     assert "waits for a node with ranks 2, 3; the run ends" in capsys.readouterr().err
+
+
+def test_a_recovery_that_fails_each_time_uses_the_budget_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "_LOST_S", -1.0)
+    for left in (5, 4, 3):
+        run.tell(run.agents[0], 0, "lost")
+        for _ in range(2):
+            run.controller.turn()
+        assert run.budget.replacements == left
 
 
 def test_what_a_process_tells_that_was_replaced_is_not_heard(run: Run) -> None:

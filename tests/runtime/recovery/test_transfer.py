@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from msc.ir.errors import LostRankError
 from msc.runtime.checkpoint.arena import Arena, OtherArena
 from msc.runtime.checkpoint.marks import Mark
 from msc.runtime.recovery.arenas import HeldArena
@@ -92,6 +93,14 @@ def test_a_rank_gets_the_bytes_it_needs_of_another_host(host: Host) -> None:
     for start, end in ((5, 9), (SIZE - 7, SIZE)):
         assert torch.equal(part[start:end], whole[start:end])
     assert joined([(6, 9), (0, 2), (2, 4), (1, 3)]) == [(0, 4), (6, 9)]
+
+
+def test_an_agent_that_is_gone_is_a_lost_peer() -> None:
+    with socket.create_server((HOST, 0)) as found:
+        address = found.getsockname()
+    with Images(MemorySource(MARK, "memory", {}, {3: address}, "token")) as images:
+        with pytest.raises(LostRankError, match="snapshot of rank 3 in step 4 does not come from"):
+            images.get(3, SIZE)
 
 
 def test_a_snapshot_that_is_overwritten_while_it_is_read_does_not_count(host: Host) -> None:
