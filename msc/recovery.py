@@ -52,7 +52,8 @@ class Recovery:
     def introduce(self, program: Program, saves: bool) -> None:
         """Say on how many ranks the program can run, and whether its state is saved."""
         dtypes = {program.dtype_of(layout) for layout in program.parameters.values()}
-        self._rounding = max(_ROUNDING.get(dtype, _HALF_ROUNDING) for dtype in dtypes)
+        roundings = [_ROUNDING.get(dtype, _HALF_ROUNDING) for dtype in dtypes]
+        self._rounding = max(roundings, default=0.0)
         worlds = [[w.mesh.size, w.mesh.axis_size("dp"), w.micro_batches] for w in program.worlds]
         self.link.tell("program", worlds=worlds, saves=saves)
 
@@ -170,13 +171,14 @@ class Recovery:
             job.store.set(_STOP_AFTER, str(step + 1))
         return due
 
-    def give_way(self, step: int, complete: bool) -> None:
+    def give_way(self, job: Job, step: int, complete: bool) -> None:
         """Wait to be ended, since more ranks go on from `step`, if that is saved and complete."""
         if complete:
             self.link.surrender("gave way", step=step)
         self._asked = False
         self.link.grows.clear()
-        self.link.tell("goes on", step=step)
+        if job.rank == 0:
+            self.link.tell("goes on", step=step)
 
     def failed(self, step: int | None, error: BaseException) -> None:
         """This rank ends with an error of its own."""

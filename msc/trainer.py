@@ -337,7 +337,7 @@ class Trainer:
         self._phase("idle")
         if complete:
             self._phase("lost")
-        recovery.give_way(self.step, complete)
+        recovery.give_way(self._job, self.step, complete)
 
     def _meet_again(self) -> None:
         """After another rank was lost: meet who is there now, and go back to what all have."""

@@ -119,8 +119,10 @@ def test_all_ranks_give_way_after_the_same_step() -> None:
     first.link.grows.set()
     assert not any(found.gives_way(here, 3) for found, here in reversed(ranks))
     assert all(found.gives_way(here, 4) for found, here in reversed(ranks))
-    first.give_way(4, complete=False)  # storage was full
+    for found, here in ranks:
+        found.give_way(here, 4, complete=False)  # storage was full
     assert cast(Told, first.link).names()[-1] == "goes on"
+    assert "goes on" not in cast(Told, second.link).names()
     assert not first.gives_way(ranks[0][1], 5)
     first.link.grows.set()
     assert not first.gives_way(ranks[0][1], 6)
@@ -143,5 +145,5 @@ def test_who_gives_way_waits_to_be_ended(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(link, "surrender", surrender)
     with pytest.raises(SystemExit):
-        Recovery(link).give_way(5, complete=True)
+        Recovery(link).give_way(job(2, None), 5, complete=True)
     assert ended == [("gave way", {"step": 5})]

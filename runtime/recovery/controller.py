@@ -29,11 +29,11 @@ from msc.runtime.recovery.growth import Growth, new_store
 from msc.runtime.recovery.health import Health
 from msc.runtime.recovery.inquiry import Inquiry
 from msc.runtime.recovery.members import Fit, Member, Stage
-from msc.runtime.recovery.places import Place, Places
+from msc.runtime.recovery.places import Place
 from msc.runtime.recovery.repair import Repair
+from msc.runtime.recovery.resizing import Resizing
 from msc.runtime.recovery.rings import what_it_did
 from msc.runtime.recovery.roster import Node, Roster
-from msc.runtime.recovery.sizes import Size, Sizes
 
 _LEAVE_S = 2.0
 """How long a rank may take to come out of its group, or the time of two of its steps."""
@@ -94,10 +94,9 @@ class Controller:
         self._budget = budget
         self._first_budget = replace(budget)
         self._recovers = budget.recovers
-        self._least = layout.world if budget.least is None else budget.least
-        self._sizes = Sizes()
-        self._places = Places(layout.full)
-        self._growth = Growth(self._places, host, self._new_process, events, self._give)
+        self._resizing = Resizing(layout.full, budget.least, events)
+        places = self._resizing.places
+        self._growth = Growth(places, host, self._new_process, events, self._give)
         self._asked: float | None = None
         self._patience_s = patience_s
         self._copies = copies
@@ -202,8 +201,7 @@ class Controller:
             "replacements": self._budget.replacements,
             "restarts": self._budget.restarts,
             "places": self._layout.chosen,
-            "lost": [place for place in self._places.full if place not in self._places.usable],
-            "sizes": self._sizes.to_data(),
+            "resizing": self._resizing.to_data(),
         }
         for node in self._roster.seated.values():
             node.send("remember", memo=memo)
@@ -219,9 +217,7 @@ class Controller:
         )
         if memo["places"] is not None:
             self._lay_out(self._layout.on([Place(*place) for place in memo["places"]]))
-        for place in memo["lost"]:
-            self._places.lose(Place(*place), time.monotonic())
-        self._sizes = Sizes.from_data(memo["sizes"])
+        self._resizing.learn(memo["resizing"])
         self._members = [
             Member(rank, self._new_process(), Stage.HOMELESS) for rank in range(self._world)
         ]
@@ -384,9 +380,9 @@ class Controller:
             if member.stage in (Stage.RUNS, Stage.JOINS) and member.fit is not None:
                 self._lost = self._lost or time.monotonic()  # it came out by itself
             member.stage = Stage.WAITS
-            self._places.met(self._layout.places[member.rank])
+            self._resizing.places.met(self._layout.places[member.rank])
         elif event == "program":
-            self._sizes.hear(**facts)
+            self._resizing.sizes.hear(**facts)
         elif event == "gave way":
             self._grow()
         elif event == "goes on":
@@ -540,7 +536,7 @@ class Controller:
         if not cost and self._repair is not None:
             cost = 1  # else what fails in a recovery each time would be tried for ever
         dead.update(*(fault.lost for fault in faults))
-        gone = self._failing(faults) | self._without_node()
+        gone = self._gone(faults)
         hopeless = self._memory.hopeless(faults) if self._recovers else ""
         if not any(fault.final for fault in faults) and self._go_on_without(gone, faults):
             return
@@ -563,7 +559,7 @@ class Controller:
             if not self._go_on_without(gone, faults):
                 first = self._first_budget
                 why = f"all of its {first.replacements} replacements and {first.restarts} restarts"
-                self._end = faults[0], f"{why} are used{self._why_not_fewer(len(gone))}"
+                self._end = faults[0], f"{why} are used{self._resizing.why_not(len(gone))}"
             return
         for fault in faults:
             self._events.say(f"generation {self._generation}: {fault}; {then}")
@@ -580,63 +576,33 @@ class Controller:
 
     # -- fewer ranks, and all of them again
 
-    def _failing(self, faults: Sequence[Fault]) -> set[Place]:
-        """The places whose processes end again and again before they meet the others."""
-        found = set()
-        for fault in faults:
-            if fault.rank is not None and self._members[fault.rank].stage is Stage.STARTS:
-                place = self._layout.places[fault.rank]
-                if self._places.ended_early(place):
-                    found.add(place)
-        return found
-
-    def _without_node(self) -> set[Place]:
-        """The places of ranks whose nodes are gone, if none waits that could be one of them."""
-        places = {p for p in self._layout.places if p.node not in self._roster.seated}
-        return places if len({p.node for p in places}) > len(self._roster.waiting) else set()
+    def _gone(self, faults: Sequence[Fault]) -> set[Place]:
+        """The places on which no process will do, or that have no node to be on."""
+        layout = self._layout
+        starting = [
+            layout.places[fault.rank]
+            for fault in faults
+            if fault.rank is not None and self._members[fault.rank].stage is Stage.STARTS
+        ]
+        homeless = {p for p in layout.places if p.node not in self._roster.seated}
+        if len({place.node for place in homeless}) <= len(self._roster.waiting):
+            homeless = set()
+        return homeless | self._resizing.failing(starting)
 
     def _go_on_without(self, gone: set[Place], faults: Sequence[Fault]) -> bool:
-        """Start all ranks anew on the other places, fewer of them; whether that can be."""
-        seated = self._roster.seated
-        usable = [p for p in self._places.usable if p not in gone and p.node in seated]
-        size = self._sizes.largest(len(usable), self._least)
-        if not gone or size is None or self._least >= len(self._places.full):
+        """Start all ranks anew on other places, fewer if need be; whether that can be."""
+        size = self._resizing.without(gone, self._roster.seated)
+        if size is None:
             return False
-        for place in self._places.usable:
-            if place not in usable:
-                self._places.lose(place, time.monotonic())
         for fault in faults:
             self._events.say(f"generation {self._generation}: {fault}; it cannot be replaced")
-        self._tell_size(size, sorted(gone))
+        self._resizing.tell(self._generation, self._world, size, sorted(gone))
         if self._repair is None:
             self._repair = Repair(list(faults))
         self._new_store()  # closes the one before
-        self._move(self._layout.on(self._places.choose(size.ranks)), {}, self._repair)
+        places = self._resizing.places.choose(size.ranks)
+        self._move(self._layout.on(places), {}, self._repair)
         return True
-
-    def _why_not_fewer(self, lost: int) -> str:
-        if not lost or self._least >= len(self._places.full):
-            return ""
-        why = self._sizes.why_not(len(self._places.usable) - lost, self._least)
-        return f", and it cannot go on with fewer ranks: {why}"
-
-    def _tell_size(self, size: Size, lost: Sequence[Place]) -> None:
-        whole, before = len(self._places.full), self._sizes.of(self._world) or size
-        self._events.record(
-            "ranks",
-            generation=self._generation,
-            ranks=size.ranks,
-            of=whole,
-            dp=[before.dp, size.dp],
-            micro_batches=[before.micro_batches, size.micro_batches],
-            lost=lost,
-        )
-        without = f" without {', '.join(map(str, lost))}" if lost else ""
-        self._events.say(
-            f"generation {self._generation}: the run goes on with {size.ranks} of {whole} ranks"
-            f"{without}: dp {before.dp} -> {size.dp}, micro-batches {before.micro_batches} -> "
-            f"{size.micro_batches}; all ranks are started anew, with the state in storage"
-        )
 
     def _lay_out(self, layout: Layout) -> None:
         """Let ranks be where `layout` says."""
@@ -675,7 +641,7 @@ class Controller:
 
     def _try_to_grow(self, now: float) -> None:
         """All ranks train: try lost places, and ask the ranks to give way when all are back."""
-        if self._world == len(self._places.full) or not self._sizes.saved:
+        if self._world == self._resizing.whole or not self._resizing.sizes.saved:
             return
         if self._roster.waiting:
             self._seat()
@@ -688,9 +654,9 @@ class Controller:
 
     def _grow(self) -> None:
         """The state is saved, and all ranks wait to be ended."""
-        size = self._sizes.of(len(self._places.full))
+        size = self._resizing.sizes.of(self._resizing.whole)
         assert size is not None, "the run was started for it"
-        self._tell_size(size, [])
+        self._resizing.tell(self._generation, self._world, size, [])
         self._news.clear()
         self._lost = None
         self._repair = Repair([])
@@ -838,7 +804,7 @@ class Controller:
                 journal=farthest.address if farthest is not node else None,
                 last=inside[0].last if inside else None,
                 reached=farthest.reached,
-                may_grow=self._world < len(self._places.full),
+                may_grow=self._world < self._resizing.whole,
             )
         if self._repair is not None:
             self._repair.joined = time.monotonic()
