@@ -129,6 +129,9 @@ class Health:
             return None
         self._next_look = now + _LOOK_S
         causes = self._causes()
+        self.look()
+        if now - max(pulse.changed for pulse in self._pulses.values()) < still:
+            return None  # one has gone on while the rings were read
         if still < self.patience_s and not any(cause.what == MISMATCH for cause in causes):
             return None
         kinds = _GUILTY if still < WITHOUT_DATA_S else _GUILTY + _SLOW
