@@ -129,13 +129,13 @@ class Campaign:
             self.program(mesh).save(place)
         return place
 
-    def runs(self, kinds: Sequence[Kind], rounds: int) -> list[Finding]:
-        """The kinds that are made in runs, and the undisturbed runs to compare with."""
+    def runs(self, kinds: Sequence[Kind], number: int) -> list[Finding]:
+        """The kinds that are made in runs, once; `number` of this round."""
         plans = {}
         for name, run in RUNS.items():
             chosen = [kind for kind in kinds if kind.run == name]
             if chosen:
-                plans[name] = plan(chosen * rounds, run.ranks, self._chance)
+                plans[name] = plan(chosen, run.ranks, self._chance)
         steps: dict[str, int] = {}  # of each mesh, as runs on one have one undisturbed run
         for name, faults in plans.items():
             mesh = RUNS[name].mesh
@@ -143,27 +143,23 @@ class Campaign:
         jobs: dict[str, Future[Done]] = {}
         with ThreadPoolExecutor(LANES) as lanes:
             for name, faults in plans.items():
-                run = RUNS[name]
-                place = self.saved(run.mesh)
-                jobs[name] = lanes.submit(
-                    perform, run, self.folder / name, place, faults, steps[run.mesh]
-                )
-                if not faults[0]["always"] and run.mesh not in jobs:
-                    jobs[run.mesh] = lanes.submit(
-                        self._undisturbed, run, f"undisturbed {run.mesh}", steps[run.mesh]
-                    )
+                run, place = RUNS[name], self.folder / f"{name} {number}"
+                program = self.saved(run.mesh)
+                jobs[name] = lanes.submit(perform, run, place, program, faults, steps[run.mesh])
+                if not faults[0]["always"] and run.mesh not in (*jobs, *self._whole):
+                    jobs[run.mesh] = lanes.submit(self._undisturbed, run, run.mesh, steps[run.mesh])
+        self._whole |= {mesh: jobs[mesh].result() for mesh in steps if mesh in jobs}
         found = []
         for name, faults in plans.items():
-            whole = None if faults[0]["always"] else jobs[RUNS[name].mesh].result()
+            whole = None if faults[0]["always"] else self._whole[RUNS[name].mesh]
             found += judge(jobs[name].result(), faults, whole)
-            if whole is not None:
-                self._whole[RUNS[name].mesh] = whole
         return found
 
     def _undisturbed(self, run: Run, name: str, steps: int) -> Done:
         """The same run without a fault."""
         alone = replace(run, standbys=0, machine=False, faulty=False, monitored=False)
-        done = perform(alone, self.folder / name, self.saved(run.mesh), [], steps)
+        place = self.folder / f"undisturbed {name}"
+        done = perform(alone, place, self.saved(run.mesh), [], steps)
         if done.code:
             raise SystemExit(f"The undisturbed run failed:\n{done.text}")
         return done
@@ -177,7 +173,7 @@ class Campaign:
         steps = last_step(faults)
         place = self.saved(run.mesh)
         done = perform(run, self.folder / "chaos", place, faults, steps, device_s=DEVICE_S)
-        whole = self._undisturbed(run, "undisturbed by chaos", steps)
+        whole = self._undisturbed(run, "by chaos", steps)
         found = judge(done, faults, whole)
         report = report_json(run_accounts(log_of(done)))
         return {
@@ -195,35 +191,36 @@ class Campaign:
         """Checkpoints of an undisturbed run on 4 ranks."""
         mesh = RUNS["ranks"].mesh
         if mesh not in self._whole:
-            self._whole[mesh] = self._undisturbed(RUNS["ranks"], "undisturbed", 8)
+            self._whole[mesh] = self._undisturbed(RUNS["ranks"], mesh, 8)
         place = self.folder / "copies"
         return SavedFaults(saves_of(self._whole[mesh]), place, self.program(""), Rows())
 
-    def in_saved(self, kinds: Sequence[Kind], rounds: int) -> list[Finding]:
-        """The kinds that are made in saved files."""
+    def in_saved(self, kinds: Sequence[Kind]) -> list[Finding]:
+        """The kinds that are made in saved files, once."""
         found = []
         saved = self.saves()
         for kind in kinds:
-            for _ in range(rounds):
-                finding = Finding(kind.name)
-                found.append(finding)
-                if kind.name == "writers-at-bytes":
-                    old, new = kill_writers(KILLS)
-                    finding.detected = finding.recovered = old + new == KILLS
-                    finding.same = True  # it compares the bytes of what is taken
-                    continue
-                saved.make(kind.name, self._chance)
-                finding.detected = bool(saved.find())
-                finding.recovered = finding.same = saved.takes_older()
-                saved.restore()
-                if not (finding.detected and finding.recovered):
-                    finding.blame("was not found" if finding.recovered else "was taken")
-        saved.loaded.close()
+            finding = Finding(kind.name)
+            found.append(finding)
+            if kind.name == "writers-at-bytes":
+                old, new = kill_writers(KILLS)
+                finding.detected = finding.recovered = old + new == KILLS
+                finding.same = True  # it compares the bytes of what is taken
+                continue
+            saved.make(kind.name, self._chance)
+            finding.detected = bool(saved.find())
+            finding.recovered = finding.same = saved.takes_older()
+            saved.restore()
+            if not (finding.detected and finding.recovered):
+                finding.blame("was not found" if finding.recovered else "was taken")
+        saved.close()
         return found
 
 
-def table(found: Sequence[Finding], kinds: Sequence[Kind]) -> list[dict[str, Any]]:
-    """A row for each kind."""
+def table(
+    found: Sequence[Finding], kinds: Sequence[Kind], reason: str = ""
+) -> list[dict[str, Any]]:
+    """A row for each kind; reason: why none was made that takes a machine of its own."""
     rows = []
     for kind in kinds:
         mine = [each for each in found if each.kind == kind.name]
@@ -246,6 +243,8 @@ def table(found: Sequence[Finding], kinds: Sequence[Kind]) -> list[dict[str, Any
                 "problems": sorted({each.problem for each in mine if each.problem}),
             }
         )
+        if reason and kind.run == "machine":
+            rows[-1]["not_made"] = reason
     return rows
 
 
@@ -282,13 +281,20 @@ def main() -> int:
         good = []
         if args.each or args.kind or not (args.flips or args.chaos):
             kinds = [kind for kind in KINDS if not args.kind or kind.name in args.kind]
-            facts["kinds"] = rows = run_all(campaign, kinds, args.each or 1)
-            show(rows)
+            reason = possible() if any(kind.run == "machine" for kind in kinds) else ""
+            now = [kind for kind in kinds if not (reason and kind.run == "machine")]
+            found: list[Finding] = []
+            for number in range(args.each or 1):
+                found += run_all(campaign, now, number)
+                facts["kinds"] = rows = table(found, kinds, reason)
+                write(args.json, facts)
+                show(rows)
             good.append(not any(row["problems"] for row in rows))
         if args.flips:
             saved = campaign.saves()
             facts["flips"] = flips(saved, args.flips, random.Random(args.seed))
-            saved.loaded.close()
+            saved.close()
+            write(args.json, facts)
             print(facts["flips"])
             good.append(facts["flips"]["found"] == facts["flips"]["refused"] == args.flips)
         if args.chaos:
@@ -296,23 +302,15 @@ def main() -> int:
             show(facts["chaos"]["kinds"])
             print({name: value for name, value in facts["chaos"].items() if name != "kinds"})
             good.append(not any(row["problems"] for row in facts["chaos"]["kinds"]))
-    write(args.json, facts)
+            write(args.json, facts)
     return 0 if all(good) else 1
 
 
-def run_all(campaign: Campaign, kinds: Sequence[Kind], each: int) -> list[dict[str, Any]]:
-    """Each of the kinds so many times; those that cannot be made here say why."""
-    reason = possible() if any(kind.run == "machine" for kind in kinds) else ""
-    now = [kind for kind in kinds if not (reason and kind.run == "machine")]
-    found = campaign.runs([kind for kind in now if kind.run != "saved"], each)
-    files = [kind for kind in now if kind.run == "saved"]
-    if files:
-        found += campaign.in_saved(files, each)
-    rows = table(found, kinds)
-    for row in rows:
-        if reason and row["run"] == "machine":
-            row["not_made"] = reason
-    return rows
+def run_all(campaign: Campaign, kinds: Sequence[Kind], number: int) -> list[Finding]:
+    """Each of the kinds once, as far as they can be made here."""
+    found = campaign.runs([kind for kind in kinds if kind.run != "saved"], number)
+    files = [kind for kind in kinds if kind.run == "saved"]
+    return found + (campaign.in_saved(files) if files else [])
 
 
 def write(file: Path, facts: dict[str, Any]) -> None:

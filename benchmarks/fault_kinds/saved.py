@@ -90,6 +90,11 @@ class SavedFaults:
             self.states.append({n: v.clone() for n, v in self.loaded.state().items()})
             self.restore()
 
+    def close(self) -> None:
+        """Remove the copies, and leave the job."""
+        self.loaded.close()
+        shutil.rmtree(self.folder)
+
     def hide(self, name: str | None) -> None:
         """Take a checkpoint away."""
         if name is not None:

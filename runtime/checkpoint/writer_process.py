@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import subprocess
 import sys
 import threading
@@ -126,7 +127,7 @@ class WriterProcess:
         self.flush(timeout_s)
         with self._change:
             self._closing = True
-            _close_stdin(self._process)
+            self._outbox.put(None)
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -135,14 +136,18 @@ class WriterProcess:
         self._reader.join()
 
     def _start(self) -> None:
+        self._outbox = queue.SimpleQueue[bytes | None]()
         command = [sys.executable, "-m", _MODULE, str(self._arena.handle)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             pass_fds=[self._arena.handle],
         )
+        feeder = threading.Thread(
+            target=_feed, args=(self._process, self._outbox), name="msc-saves", daemon=True
+        )
+        feeder.start()
         self._reader = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
         self._reader.start()
         attempts = [each.attempt for each in self._saves]
@@ -155,13 +160,10 @@ class WriterProcess:
         self._send({**place, **save.request})
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        # Of a process that has died: `_listen` starts another, which is asked again.
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
+        """Ask the process that runs now; who asks does not wait for it to listen."""
+        self._outbox.put(json.dumps(message).encode() + b"\n")
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             report = json.loads(line)
@@ -171,8 +173,8 @@ class WriterProcess:
         process.stdout.close()
         code = process.wait()
         with self._change:
-            _close_stdin(process)
             if not self._closing:
+                self._outbox.put(None)
                 self._died(code)
             self._change.notify_all()
 
@@ -227,7 +229,13 @@ class WriterProcess:
         self._start()
 
 
-def _close_stdin(process: subprocess.Popen[str]) -> None:
+def _feed(process: subprocess.Popen[bytes], outbox: queue.SimpleQueue[bytes | None]) -> None:
+    """Write what is put into `outbox` to a process, and close its stdin after a None.
+
+    Of a process that has died nothing is told here: `_listen` starts another, which is asked again.
+    """
     assert process.stdin is not None
-    with contextlib.suppress(OSError):  # what it holds is for a process that has died
-        process.stdin.close()
+    with contextlib.suppress(OSError), process.stdin as stdin:
+        while (data := outbox.get()) is not None:
+            stdin.write(data)
+            stdin.flush()

@@ -289,7 +289,9 @@ class NodeAgent:
         self._shelf.keep_own(self._ranks)
 
     def _read_rings(self) -> None:
-        self._report("rings", rings=self._rings.all())
+        found = self._rings.all()
+        self._tell_steps()  # who has got on meanwhile is not to blame
+        self._report("rings", rings=found)
 
     def _remember(self, memo: Any) -> None:
         """Keep what a controller must know that is started anew."""
@@ -364,9 +366,12 @@ class NodeAgent:
                 self._tell(rank, "frozen", detect_s=STOPPED_S + 2 * TICK_S)
         if now >= self._next_pulse:
             self._next_pulse = now + _PULSE_S
-            news = self._rings.news()
-            if news:
-                self._report("steps", steps=list(news.items()))
+            self._tell_steps()
+
+    def _tell_steps(self) -> None:
+        news = self._rings.news()
+        if news:
+            self._report("steps", steps=list(news.items()))
 
     def _all(self) -> list[LocalRank]:
         """The ranks, and the processes that wait to be one."""

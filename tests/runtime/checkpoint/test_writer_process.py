@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,3 +170,24 @@ def test_the_snapshot_that_counts_is_overwritten_last(make: Make) -> None:
     assert writer.flush(60)
     writer.keep(1)
     assert [writer.take_slot(wait=False) for _ in range(2)] == [0, 1]
+
+
+def test_a_process_that_does_not_listen_stops_nobody(tmp_path: Path, make: Make) -> None:
+    writer: Any = make()
+    os.kill(writer.pid, signal.SIGSTOP)
+    large = {"state": {}, "files": {"history.json": "x" * (1 << 20)}}  # more than a pipe holds
+
+    def ask() -> None:
+        for step in (1, 2):
+            slot = writer.take_slot(wait=False)
+            writer.arena.slots[slot].fill_(step)
+            writer.save(step, slot, large)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(60)
+    assert not asking.is_alive()
+    assert writer.take_slot(wait=False) is None
+    os.kill(writer.pid, signal.SIGCONT)
+    assert writer.flush(60)
+    assert saved(tmp_path)[0] == 2

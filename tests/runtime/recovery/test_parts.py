@@ -16,7 +16,7 @@ import torch
 from msc.runtime.checkpoint.arena import Arena, OtherArena
 from msc.runtime.checkpoint.marks import Mark, read_marks
 from msc.runtime.diagnosis.blame import MISMATCH
-from msc.runtime.diagnosis.ring import Ring
+from msc.runtime.diagnosis.ring import RankView, Ring
 from msc.runtime.diagnosis.schedule import Act, collective_channel, to_text
 from msc.runtime.recovery import health, sockets
 from msc.runtime.recovery.arenas import HeldArena, newest_common
@@ -214,6 +214,35 @@ def test_who_runs_another_program_is_found_in_the_first_steps(
     ((cause, view),) = watched.mismatches(told.all(), 2)
     assert "has all_gather on dp:0,1, 8 bytes where its program has all_reduce" in cause.detail
     assert view == told.view(1)
+
+
+def test_nobody_is_blamed_who_goes_on_while_the_rings_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_STEPS_S", "STILL_S", "TIMES", "_LOOK_S"):
+        monkeypatch.setattr(health, name, 0.0)
+    channel = collective_channel("dp", (0, 1))
+    watched = Health()
+    rings = []
+    for rank in range(2):
+        path, file = tmp_path / f"{rank}.ring", tmp_path / f"{rank}.json"
+        rings.append(Ring(path, rank, [channel]))
+        file.write_text(to_text([]))
+        watched.watch(rank, path, file)
+        rings[rank].phase("step", 1)
+    rings[0].enter(rings[0].start("all_reduce", channel, 8))
+    watched.look()
+    view = watched.view
+
+    def late(rank: int) -> RankView | None:
+        if rank == 1:
+            rings[1].phase("step", 2)
+        return view(rank)
+
+    monkeypatch.setattr(watched, "view", late)
+    assert watched.standstill() is None
+    monkeypatch.setattr(watched, "view", view)
+    assert watched.standstill() is not None
 
 
 def test_nobody_is_blamed_before_a_few_steps_say_how_long_they_take(tmp_path: Path) -> None:
