@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch
 from msc.runtime.checkpoint.arena import Arena, OtherArena
 from msc.runtime.checkpoint.marks import Mark, read_marks
 from msc.runtime.diagnosis.blame import MISMATCH
-from msc.runtime.diagnosis.ring import RankView, Ring
+from msc.runtime.diagnosis.ring import Ring
 from msc.runtime.diagnosis.schedule import Act, collective_channel, to_text
 from msc.runtime.recovery import health, sockets
 from msc.runtime.recovery.arenas import HeldArena, newest_common
@@ -25,6 +27,7 @@ from msc.runtime.recovery.events import FILE, Events, read_events
 from msc.runtime.recovery.faults import Fault, Memory, of_exit
 from msc.runtime.recovery.health import Health, Standstill
 from msc.runtime.recovery.journal import Entry, Journal
+from msc.runtime.recovery.node import NodeAgent
 from msc.runtime.recovery.rings import Rings
 
 CPU = torch.device("cpu")
@@ -219,30 +222,32 @@ def test_who_runs_another_program_is_found_in_the_first_steps(
 def test_nobody_is_blamed_who_goes_on_while_the_rings_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("FIRST_STEPS_S", "STILL_S", "TIMES", "_LOOK_S"):
-        monkeypatch.setattr(health, name, 0.0)
-    channel = collective_channel("dp", (0, 1))
+    """What a node tells of its ranks' steps comes before their rings."""
+    ring = Ring(tmp_path / "0.ring", 0, [collective_channel("dp", (0, 1))])
+    (tmp_path / "0.json").write_text(to_text([]))
+    agent = NodeAgent(["script.py"], tmp_path)
+    told = Rings()
+    told.watch(0, tmp_path / "0.ring", tmp_path / "0.json")
+    ring.phase("step", 1)
+    told.news()
+    read = told.all
+
+    def late() -> list[dict[str, Any]]:
+        found = read()
+        ring.phase("step", 2)
+        return found
+
+    monkeypatch.setattr(told, "all", late)
+    monkeypatch.setattr(agent, "_rings", told)
+    agent.obey("read rings", {})
+    assert [report["event"] for report in agent.reports] == ["steps", "rings"]
+    assert agent.reports[0]["steps"] == [(0, 2)]
     watched = Health()
-    rings = []
-    for rank in range(2):
-        path, file = tmp_path / f"{rank}.ring", tmp_path / f"{rank}.json"
-        rings.append(Ring(path, rank, [channel]))
-        file.write_text(to_text([]))
-        watched.watch(rank, path, file)
-        rings[rank].phase("step", 1)
-    rings[0].enter(rings[0].start("all_reduce", channel, 8))
-    watched.look()
-    view = watched.view
-
-    def late(rank: int) -> RankView | None:
-        if rank == 1:
-            rings[1].phase("step", 2)
-        return view(rank)
-
-    monkeypatch.setattr(watched, "view", late)
-    assert watched.standstill() is None
-    monkeypatch.setattr(watched, "view", view)
-    assert watched.standstill() is not None
+    watched.hear({0: 1})
+    monkeypatch.setattr(time, "monotonic", lambda clock=time.monotonic: clock() + 60.0)
+    watched.hear(dict(agent.reports[0]["steps"]))
+    assert watched.judge(agent.reports[1]["rings"], 1) is None
+    agent.end()
 
 
 def test_nobody_is_blamed_before_a_few_steps_say_how_long_they_take(tmp_path: Path) -> None:
