@@ -223,7 +223,7 @@ def _require_count(microbatches: Any) -> None:
 
 
 def _check_zero(zero: Any, shard_group: Any) -> None:
-    if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
+    if zero not in (0, 1, 2, 3) or not isinstance(zero, int) or isinstance(zero, bool):
         raise PlanError(f"zero is {zero!r}; it is 0, 1, 2 or 3.")
     if shard_group is None:
         return

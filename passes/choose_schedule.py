@@ -16,7 +16,7 @@ from msc.passes.call_cost import call_cost
 from msc.passes.chunks import balance, crossing
 from msc.passes.compilation import Compilation
 from msc.passes.schedules.balance import even_stages
-from msc.passes.schedules.rules import AUTO, Rules, rules_of
+from msc.passes.schedules.rules import AUTO, Rules, may_have, rules_of
 from msc.passes.schedules.schedule import Schedule, scheduled
 from msc.passes.schedules.search import Cut, ranked_schedules
 from msc.passes.schedules.stages import Stages
@@ -154,16 +154,22 @@ def _check_layers(unit: Compilation, stages: Stages) -> None:
     layers = _layers(unit)
     if stages.num_chunks <= len(layers):
         return
+    name = unit.settings.schedule
     names = ", ".join(path or "the model" for path in layers[:8])
-    model = f"but the model has only {len(layers)} layers to put on them ({names})."
+    count = f"{len(layers)} layer{'' if len(layers) == 1 else 's'}"
+    model = f"but the model has only {count} to put on them ({names})."
     if stages.virtual == 1:
         raise PlanError(
             f"The mesh has {stages.count} pipeline stages (pp={stages.count}), {model} "
             f"Use pp={len(layers)} or less."
         )
+    instead = "a smaller pp"
+    instead += (
+        " or fewer virtual stages" if name == AUTO or may_have(name, 1) else ", or another schedule"
+    )
     raise PlanError(
-        f"Schedule '{unit.settings.schedule}' makes {stages.num_chunks} chunks (pp={stages.count}, "
-        f"{stages.virtual} virtual stages), {model} Use a smaller pp or fewer virtual stages."
+        f"Schedule '{name}' makes {stages.num_chunks} chunks (pp={stages.count}, "
+        f"{stages.virtual} virtual stages), {model} Use {instead}."
     )
 
 

@@ -75,18 +75,23 @@ def _without_parameters(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _reading_inputs(written: Mapping[str, fx.Node]) -> frozenset[str]:
     """Names of the values that depend on an input of the model."""
-    found = []
-    for name, root in written.items():
-        seen: set[fx.Node] = set()
-        pending = [root]
-        while pending:
-            node = pending.pop()
-            if node not in seen:
-                seen.add(node)
-                pending += node.all_input_nodes
-        if any(node.meta.get("kind") == "input" for node in seen):
-            found.append(name)
-    return frozenset(found)
+    return frozenset(
+        name
+        for name, root in written.items()
+        if any(node.meta.get("kind") == "input" for node in _ancestors(root))
+    )
+
+
+def _ancestors(root: fx.Node) -> set[fx.Node]:
+    """A node and all that it is made of."""
+    seen: set[fx.Node] = set()
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += node.all_input_nodes
+    return seen
 
 
 def _segments(gm: fx.GraphModule, prelude: set[fx.Node], by_module: bool) -> dict[fx.Node, int]:
@@ -100,12 +105,13 @@ def _segments(gm: fx.GraphModule, prelude: set[fx.Node], by_module: bool) -> dic
         if layer is not None:
             numbers.setdefault(layer, len(numbers) + 1)
             last_layer_position = position
+    for_loss = _ancestors(output_nodes(gm)[0])  # the others make what buffers will hold
     segment_of: dict[fx.Node, int] = {}
     for position, node in enumerate(nodes):
         layer = layers[node]
         before = [segment_of[n] for n in node.all_input_nodes if n in segment_of]
         own = numbers[layer] if layer is not None else 0
-        if layer is None and position > last_layer_position:
+        if layer is None and position > last_layer_position and node in for_loss:
             own = len(numbers) + 1
         segment_of[node] = max([own, *before])
     return segment_of

@@ -201,6 +201,8 @@ def describe(
         others = [str(rank) for rank in victims if rank not in direct]
         if others:
             lines.append(f"  and through these: ranks {', '.join(others)}")
+    if len(views) == mesh.size and all(view.alive == "dead" for view in views.values()):
+        lines.append("No rank is there any more: all were stopped, or ended after the first cause.")
     return "\n".join(lines)
 
 

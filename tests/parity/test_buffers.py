@@ -242,3 +242,29 @@ def test_a_buffer_of_two_stages_is_refused() -> None:
     with pytest.raises(msc.PlanError, match=r"Buffer 'seen' is written on pipeline stage 1 and"):
         msc.compile(Shared(), batch, mesh="pp=2")
     assert msc.verify(Shared(), batch, mesh="dp=2,tp=2", dtype=torch.float64).ok
+
+
+class Averaged(nn.Module):
+    """What is in front of the layers keeps an average that nobody else reads."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+        self.register_buffer("average", torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.first(x)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return h.square().mean()
+
+
+def test_a_buffer_is_written_on_the_stage_that_makes_its_values() -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 12),)
+    assert msc.verify(Averaged(), batch, mesh="pp=2", microbatches=2, dtype=torch.float64).ok

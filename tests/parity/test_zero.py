@@ -142,6 +142,7 @@ def test_memory_says_how_many_gradients_are_reduced_together() -> None:
     ("options", "message"),
     [
         ({"zero": 4}, "zero is 4; it is 0, 1, 2 or 3"),
+        ({"zero": 1.0}, "zero is 1.0; it is 0, 1, 2 or 3"),
         ({"zero": True}, "zero is True"),
         ({"shard_group": 2}, "zero is 0, so nothing is split"),
         ({"zero": 1, "shard_group": 3}, r"does not divide dp=4.*Use one of 1, 2, 4"),

@@ -57,8 +57,8 @@ def test_costs_are_those_of_the_chunks() -> None:
             "pp=4",
             {"schedule": "zb-v"},
             "Schedule 'zb-v' makes 8 chunks (pp=4, 2 virtual stages), but the model has only "
-            "4 layers to put on them (layers.0, layers.1, layers.2, layers.3). Use a smaller pp or "
-            "fewer virtual stages.",
+            "4 layers to put on them (layers.0, layers.1, layers.2, layers.3). Use a smaller pp, "
+            "or another schedule.",
         ),
         (
             "pp=8",

@@ -266,6 +266,10 @@ def test_words_and_pictures(tmp_path: Path) -> None:
     text = describe(verdict, views, schedules(), MESH)
     assert text.startswith("rank 2 (pp=0,dp=1,tp=0) is dead (step 7)\n  next in its program: ")
     assert "waits for it: " in text
+    assert "No rank is there any more" not in text
+    gone = {rank: replace(view, alive="dead") for rank, view in views.items()}
+    last = describe(blame(gone, schedules(), WORLD), gone, schedules(), MESH).splitlines()[-1]
+    assert last == "No rank is there any more: all were stopped, or ended after the first cause."
     waiting = {rank for rank in verdict.waits}
     assert set(verdict.victims(2)) <= waiting
     grid = grid_text(verdict, MESH).splitlines()
