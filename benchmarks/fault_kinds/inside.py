@@ -201,7 +201,7 @@ def _zombie_writer(faults: Faults, step: int) -> None:
 
 
 def _zombie_rank(faults: Faults, step: int) -> None:
-    zombie.leave(faults)
+    zombie.leave(faults, step)
     kill_soon(faults, step)
 
 

@@ -64,9 +64,13 @@ def judge(done: Done, faults: Sequence[dict[str, Any]], whole: Done | None) -> l
             if each["after"] is None and each["number"] in made
         ]
         until = min(later, default=float("inf"))
-        window = [text for time, text in told if begun <= time < until]
+        if NAMES[fault["kind"]].late:
+            window = [text for time, text in told if begun <= time]
+        else:
+            window = [text for time, text in told if begun <= time < until]
         happened = [each for each in events if begun <= each["time"] < until]
-        _judge_one(finding, begun, window, happened, done)
+        says = NAMES[fault["kind"]].says.replace("{step}", str(fault["step"]))
+        _judge_one(finding, says, begun, window, happened, done)
     for finding in found:
         for problem in problems:
             finding.blame(problem)
@@ -75,6 +79,7 @@ def judge(done: Done, faults: Sequence[dict[str, Any]], whole: Done | None) -> l
 
 def _judge_one(
     finding: Finding,
+    says: str,
     begun: float,
     window: Sequence[str],
     events: Sequence[dict[str, Any]],
@@ -85,9 +90,9 @@ def _judge_one(
         window = [json.dumps(each) for each in _monitored(done, begun)]
     if kind.expected is Expected.ENDS:
         window = done.text.strip().splitlines()[-1:]
-    finding.detected = not kind.says or any(re.search(kind.says, text) for text in window)
+    finding.detected = not says or any(re.search(says, text) for text in window)
     if not finding.detected:
-        finding.blame(f"nothing said '{kind.says}'")
+        finding.blame(f"nothing said '{says}'")
     if not kind.changes:
         for event in events:
             if event["event"] == "mismatch":

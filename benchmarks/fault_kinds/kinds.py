@@ -22,10 +22,11 @@ class Kind:
 
     run: the name of the run in which it is made (`runs.py`), "saved" for one that is made in saved
     files. says: what one of the lines that follow it must match, a regular expression; "" where
-    there is nothing to tell. ranks: how many ranks it happens to. own: the rank it must be, None
-    for a random one. chained: it happens while the fault before is being mended. room: steps until
-    the next fault. changes: until it is found, steps come to other losses, which is told when they
-    are repeated. snapshots: how many intervals between snapshots may be lost.
+    there is nothing to tell. late: that may come after the next fault, and names the step. ranks:
+    how many ranks it happens to. own: the rank it must be, None for a random one. chained: it
+    happens while the fault before is being mended. room: steps until the next fault. changes: until
+    it is found, steps come to other losses, which is told when they are repeated. snapshots: how
+    many intervals between snapshots may be lost.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Kind:
     room: int = 7
     changes: bool = False
     snapshots: int = 1
+    late: bool = False
 
 
 KILLED = r"was killed \(SIGKILL\)"
@@ -123,7 +125,8 @@ KINDS = (
         "to commit",
         "ranks",
         RECOVERS,
-        r"zombie: could do nothing",
+        r"zombie of step {step}: could do nothing",
+        late=True,
     ),
     Kind(
         "zombie-writer",

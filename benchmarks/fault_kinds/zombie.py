@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LATER = 1000  # steps ahead: newer than all that the run has saved when it wakes up
 
 
-def leave(faults: Faults) -> None:
+def leave(faults: Faults, step: int) -> None:
     """Fork a process that has this rank's connections and memory, in a session of its own."""
     parent = os.getpid()
     if os.fork():
@@ -31,7 +31,7 @@ def leave(faults: Faults) -> None:
             time.sleep(0.02)
         time.sleep(1.5)  # the others have met again
         done = [text for text in (_join(faults), _speak(), _commit(faults)) if text]
-        faults.say(f"zombie: {', '.join(done) or 'could do nothing'}")
+        faults.say(f"zombie of step {step}: {', '.join(done) or 'could do nothing'}")
     finally:
         os._exit(0)
 
