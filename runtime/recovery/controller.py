@@ -115,6 +115,7 @@ class Controller:
         self._since = time.monotonic()  # nodes are waited for
         self._inquiry: Inquiry | None = None
         self._returned: list[tuple[Node, Mapping[str, Any]]] = []
+        self._early: list[tuple[Node, dict[str, Any]]] = []  # told before the run began
         self._news: list[Fault] = []
         self._speaking: dict[int, Node] = {}  # processes that have yet to say what failed
         self._end: tuple[Fault, str] | None = None
@@ -261,6 +262,8 @@ class Controller:
             return
         if not self._members:
             self._gather()
+            while self._members and self._early:
+                self.hear(*self._early.pop(0))
             return
         self._look()
         if self._news:
@@ -306,6 +309,9 @@ class Controller:
 
     def hear(self, node: Node, report: dict[str, Any]) -> None:
         """Take note of a report of a node's agent."""
+        if not self._members:
+            self._early.append((node, report))
+            return
         event = report.pop("event")
         if event == "snapshots":
             if report["epoch"] == self._epoch:

@@ -116,3 +116,12 @@ def test_a_script_that_is_not_there_is_named() -> None:
         launch(["nowhere.py"], 2)
     with pytest.raises(InputError, match="1 standbys without replacements"):
         launch([__file__], 2, standbys=1)
+
+
+def test_nodes_need_an_address_and_numbers_that_there_are() -> None:
+    with pytest.raises(InputError, match="--rdzv HOST:PORT"):
+        launch([__file__], 2, nnodes=2)
+    with pytest.raises(InputError, match="node_rank is 3; with 2 nodes and 1 spares it is 0 to 2"):
+        launch([__file__], 2, nnodes=2, spares=1, node_rank=3, rdzv="127.0.0.1:1")
+    with pytest.raises(InputError, match=r"Node 0 cannot listen at 192\.0\.2\.1:1"):
+        launch([__file__], 2, nnodes=2, node_rank=0, rdzv="192.0.2.1:1")

@@ -229,14 +229,16 @@ def test_another_controller_goes_on_where_the_first_was(
     for name, state, agent in zip(("one", "two"), states, run.agents, strict=False):
         assert again.join(name, state=state) == ("", True)
         again.agents[-1].ranks = dict(agent.ranks)
+        again.tell(again.agents[-1], min(agent.ranks), "failed", error="ValueError: early", step=3)
     for _ in range(2):
         again.controller.turn()
     text = capsys.readouterr().err
     assert "generation 1: the controller was started anew; state re-learned from 2 of 2" in text
     assert "generation 1: rank 2 was killed (SIGKILL)" in text
+    assert "generation 1: rank 0 raised ValueError: early in step 3" in text
     one, two = again.agents
-    assert [each["rank"] for each in one.told("leave") + two.told("leave")] == [0, 1, 3]
-    assert [each["rank"] for each in two.told("start")] == [2]
+    assert [each["rank"] for each in one.told("leave") + two.told("leave")] == [1, 3]
+    assert [each["rank"] for each in one.told("start") + two.told("start")] == [0, 2]
     assert again.join("late", state=states[1]) == ("", False)  # others have its ranks
 
 
