@@ -434,7 +434,7 @@ class Controller:
             repair.source = facts["source"]
             repair.step = facts["step"]
         if all(each.stage is Stage.RUNS for each in self._members):
-            self._health.begin()
+            self._health.begin(facts["step"])
             if repair is not None:
                 repair.restored = time.monotonic()
                 self._finish_repair(repair)

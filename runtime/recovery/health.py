@@ -44,7 +44,7 @@ _TOGETHER = (RING, STUCK, SILENT)
 class Pulse:
     """How far one rank was last, and when that was heard."""
 
-    step: int = 0
+    step: int
     changed: float = field(default_factory=time.monotonic)
 
 
@@ -68,24 +68,26 @@ class Health:
         self._pulses: dict[int, Pulse] = {}
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._last_step = time.monotonic()
+        self._first: int | None = None  # nobody has said where the generation begins
         self._next_look = 0.0
 
-    def begin(self) -> None:
-        """A generation begins: its first steps may take any time."""
+    def begin(self, step: int) -> None:
+        """A generation begins after `step`: its first steps may take any time."""
         self._steps.clear()
         self._last_step = time.monotonic()
+        self._first = step + 1
         for pulse in self._pulses.values():
-            pulse.step, pulse.changed = 0, self._last_step
+            pulse.step, pulse.changed = step + 1, self._last_step
 
     def hear(self, steps: Mapping[int, int]) -> None:
         """These ranks have got on, and are in these steps."""
         now = time.monotonic()
         for rank, step in steps.items():
-            pulse = self._pulses.setdefault(rank, Pulse())
+            pulse = self._pulses.setdefault(rank, Pulse(self._first or step))
             pulse.changed = now
-            if step > pulse.step and pulse is next(iter(self._pulses.values())):
-                if pulse.step:  # else it is the first step, which warms up
-                    self._steps.append((now - self._last_step) / (step - pulse.step))
+            done = step - pulse.step
+            if done > 0 and pulse is next(iter(self._pulses.values())):
+                self._steps += [(now - self._last_step) / done] * min(done, _STEPS)
                 self._last_step = now
             pulse.step = step
 
@@ -120,6 +122,8 @@ class Health:
         None if ranks do meanwhile, or wait for what is no fault. A rank that runs another program
         is no slow one, so it is found in the first steps too.
         """
+        if not self._pulses:  # what comes late is of ranks that there are no more
+            return None
         still = self._still(time.monotonic())
         if still < STILL_S:
             return None

@@ -252,7 +252,7 @@ def test_nobody_is_blamed_who_goes_on_while_the_rings_are_read(
 
 def test_nobody_is_blamed_before_a_few_steps_say_how_long_they_take(tmp_path: Path) -> None:
     told, watched = Rings(), Health()
-    watched.begin()
+    watched.begin(0)
     assert watched.patience_s == health.FIRST_STEPS_S
     ring = Ring(tmp_path / "ring", 0, [])
     told.watch(0, tmp_path / "ring", tmp_path / "schedule")
@@ -260,6 +260,19 @@ def test_nobody_is_blamed_before_a_few_steps_say_how_long_they_take(tmp_path: Pa
         ring.phase("step", step)
         watched.hear(told.news())
     assert watched.patience_s == health.STILL_S
+
+
+def test_steps_that_no_report_tells_of_count_and_those_of_others_do_not() -> None:
+    watched = Health()
+    watched.begin(6)
+    watched.hear({0: 9})  # two steps were taken since the last that was restored
+    assert watched.patience_s == health.STILL_S
+    watched = Health()
+    watched.begin(6)
+    assert watched.judge([{"rank": 0, "view": None, "schedule": "[]"}], 1) is None
+    other = Health()  # of a controller that was started anew, while ranks train
+    other.hear({0: 500})
+    assert other.patience_s == health.FIRST_STEPS_S
 
 
 def test_faults_that_a_program_may_cause_are_tried_once_more() -> None:
