@@ -315,7 +315,7 @@ NOT_MADE = {
     "clock skew between ranks": "all ranks of one machine have its clock",
     "the loss of one node of several": "tests/recovery/test_nodes.py makes it, with several agents "
     "on one host; agent-death is the loss of the only node",
-    "fewer ranks than before": "that does not keep the layout; tests/recovery/test_growth.py makes it",
+    "fewer ranks than before": "that does not keep the layout; see tests/recovery/test_growth.py",
     "a standby of another version of the program": "all processes are started from one tree",
     "flips that all copies have alike": "a gradient that is wrong before it is reduced, or a "
     "parameter without a copy, is not found; msc.Guard says so",
