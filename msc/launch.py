@@ -13,11 +13,11 @@ from msc.ir.errors import InputError, PlanError
 from msc.ir.torch_private import LATE_IMPORTS
 from msc.monitor import address
 from msc.ranks import under_torchrun
-from msc.runtime.recovery.agent import run_alone
+from msc.runtime.recovery.budget import Budget
 from msc.runtime.recovery.cluster_node import ClusterNode, Meeting
-from msc.runtime.recovery.controller import Budget
 from msc.runtime.recovery.controller_process import Settings
 from msc.runtime.recovery.environment import Layout
+from msc.runtime.recovery.one_node import run_alone
 
 __all__ = ["launch", "under_torchrun"]
 

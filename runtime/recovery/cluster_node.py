@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from msc.ir.errors import InputError
-from msc.runtime.recovery.agent import signals
 from msc.runtime.recovery.controller_process import BEAT_S, SILENT_S, Settings
 from msc.runtime.recovery.node import NodeAgent
+from msc.runtime.recovery.one_node import signals
 from msc.runtime.recovery.pool import TICK_S
 from msc.runtime.recovery.wire import (
     LARGEST,

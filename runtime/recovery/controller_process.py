@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msc.runtime.recovery.controller import Budget, Controller
+from msc.runtime.recovery.budget import Budget
+from msc.runtime.recovery.controller import Controller
 from msc.runtime.recovery.environment import Layout
 from msc.runtime.recovery.events import Events
 from msc.runtime.recovery.pool import TICK_S

@@ -41,6 +41,14 @@ class Fault:
         where = "" if self.step is None else f" in step {self.step}"
         return f"{who} {self.what}{where}" + (f", {self.doing}" if self.doing else "")
 
+    def alone(self) -> str:
+        """The same of the only fault of a run, which ends with it."""
+        if self.rank is None:
+            return str(self)
+        if self.what.startswith("ended"):
+            return f"Rank {self.rank} failed with exit code {self.code}"
+        return f"Rank {self.rank} {self.what}"
+
 
 class Memory:
     """Remembers faults, so that one that comes back ends the job."""

@@ -2,59 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from msc.ir.torch_private import TCPStore
 from msc.runtime.recovery.events import Events
 from msc.runtime.recovery.members import Member, Stage
 from msc.runtime.recovery.places import Place, Places
-
-PATIENCE = timedelta(minutes=5)
-"""Of a store of a generation."""
-
-
-def new_store(host: str) -> TCPStore:
-    """A store in this process, for ranks that find it at `host`."""
-    return TCPStore(host, 0, None, True, PATIENCE, False)
-
-
-class Give(Protocol):
-    """Tells the agent of a member's place something of its process."""
-
-    def __call__(self, member: Member, command: str, store: TCPStore, /) -> None: ...
+from msc.runtime.recovery.ranks import Ranks
 
 
 class Growth:
     """Tries lost places: each by a process that runs the script as one of all ranks.
 
     A place is back when its process has a program and waits for the others, so that what will run
-    there has been tried, and is compiled by then. host: of the stores; number: of a new process;
-    give: "try" or "drop" a process.
+    there has been tried, and is compiled by then.
     """
 
-    def __init__(
-        self, places: Places, host: str, number: Callable[[], int], events: Events, give: Give
-    ) -> None:
+    def __init__(self, places: Places, ranks: Ranks, events: Events) -> None:
         self._places = places
-        self._host = host
-        self._number = number
+        self._ranks = ranks
         self._events = events
-        self._give = give
         self._tries: dict[Place, Member] = {}
         self._store: TCPStore | None = None
 
-    def turn(self, now: float, nodes: Collection[int]) -> None:
-        """Start a process on each lost place of these nodes whose time has come."""
+    def turn(self, now: float) -> None:
+        """Start a process on each lost place of a node that is there, if its time has come."""
+        ranks = self._ranks
         for place in self._places.to_try(now):
-            if place in self._tries or place.node not in nodes:
+            node = ranks.roster.seated.get(place.node)
+            if place in self._tries or node is None:
                 continue
             if self._store is None:
-                self._store = new_store(self._host)
-            member = Member(self._places.full.index(place), self._number())
-            self._tries[place] = member
-            self._give(member, "try", self._store)
+                self._store = ranks.another_store()
+            rank = self._places.full.index(place)
+            member = self._tries[place] = Member(rank, ranks.new_process())
+            environment = ranks.environment(ranks.layout.on(None), rank, self._store)
+            node.send("try", rank=rank, process=member.process, environment=environment)
 
     def hear(self, process: int, event: str, facts: dict[str, Any], now: float) -> bool:
         """Take note of what a process does; False if it is none of these."""
@@ -67,9 +50,7 @@ class Growth:
             self._events.record("place is back", node=place.node, slot=place.slot)
             self._events.say(f"{place} is back: a process there waits for the others")
         elif event in ("failed", "exit", "frozen"):
-            member = self._tries.pop(place)
-            assert self._store is not None
-            self._give(member, "drop", self._store)
+            self._drop(place)
             self._places.lose(place, now)
             self._events.record("tried in vain", node=place.node, slot=place.slot, what=event)
         return True
@@ -88,12 +69,15 @@ class Growth:
 
     def take(self) -> tuple[TCPStore, dict[int, Member]]:
         """The processes that wait, by rank, and the store that they know; none is lost any more."""
-        store = self._store or new_store(self._host)
-        waiting = {m.rank: m for m in self._tries.values() if m.stage is Stage.WAITS}
-        for member in self._tries.values():
-            if member.stage is not Stage.WAITS:
-                self._give(member, "drop", store)
+        store = self._store or self._ranks.another_store()
+        for place in [p for p, m in self._tries.items() if m.stage is not Stage.WAITS]:
+            self._drop(place)
+        waiting = {member.rank: member for member in self._tries.values()}
         self._tries = {}
         self._store = None
         self._places.restore()
         return store, waiting
+
+    def _drop(self, place: Place) -> None:
+        member = self._tries.pop(place)
+        self._ranks.roster.seated[place.node].send("drop", process=member.process)

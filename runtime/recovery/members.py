@@ -1,9 +1,12 @@
-"""The ranks of a run, as its controller knows them."""
+"""A rank of a run, as its controller knows it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+from msc.runtime.recovery.faults import Fault
 
 
 class Stage(Enum):
@@ -47,6 +50,12 @@ class Member:
     fit: Fit | None = None
     told: str = ""
     deadline: float = 0.0
+
+    def fault(self, what: str, step: int | None, doing: str, **facts: Any) -> Fault:
+        """What has happened to it; the other arguments are those of `Fault`."""
+        if self.told and "raised" not in what:
+            doing = f"after {self.told}"
+        return Fault(self.rank, what, step or None, doing, **facts)
 
     def can_go_on(self) -> bool:
         """Whether its process can go on after a fault of another one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from msc.runtime.recovery.events import Events
 from msc.runtime.recovery.faults import Fault
 
 
@@ -44,3 +45,25 @@ class Repair:
             "load": load,
             "catch up": now - self.restored,
         }
+
+    def tell(self, generation: int, events: Events) -> None:
+        """Say that the run is where it was, in `generation`, and what that took."""
+        parts = self.parts()
+        whole = sum(parts.values())
+        events.record(
+            "recovered",
+            generation=generation,
+            restored=self.step,
+            step=self.caught_up,
+            source=self.source,
+            replaced=sorted(self.replaced),
+            standbys=self.standbys,
+            seconds=whole,
+            parts=parts,
+        )
+        listed = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
+        ranks = ", ".join(map(str, sorted(self.replaced))) or "none"
+        events.say(
+            f"generation {generation}: recovered in {whole:.2f} s ({listed}); state from "
+            f"{self.source}; ranks replaced: {ranks}, {self.standbys} by a standby"
+        )

@@ -7,7 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from msc.runtime.recovery.events import Events
+from msc.runtime.recovery.faults import Fault
+from msc.runtime.recovery.members import Stage
 from msc.runtime.recovery.places import Place, Places
+from msc.runtime.recovery.ranks import Ranks
 from msc.runtime.recovery.sizes import Size, Sizes
 
 
@@ -28,9 +31,18 @@ class Resizing:
         """How many ranks the run was started for."""
         return len(self.places.full)
 
-    def failing(self, places: Iterable[Place]) -> set[Place]:
-        """Processes on `places` have ended before they met the others: those lost by that."""
-        return {place for place in places if self.places.ended_early(place)}
+    def gone(self, ranks: Ranks, faults: Iterable[Fault]) -> set[Place]:
+        """The places on which no process will do, or that have no node to be on, after faults.
+
+        No process will do where two in a row have ended before they met the others.
+        """
+        here, roster = ranks.layout.places, ranks.roster
+        homeless = {place for place in here if place.node not in roster.seated}
+        if len({place.node for place in homeless}) <= len(roster.waiting):
+            homeless = set()
+        failed = [fault.rank for fault in faults if fault.rank is not None]
+        starting = [here[rank] for rank in failed if ranks.members[rank].stage is Stage.STARTS]
+        return homeless | {place for place in starting if self.places.ended_early(place)}
 
     def without(self, gone: Collection[Place], nodes: Collection[int]) -> Size | None:
         """Give places up, and all of other nodes than these; the size that the run then has.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,6 +35,11 @@ class Node:
     held: dict[int, set[Mark]] = field(default_factory=dict)
     reached: int = 0
     rings: Sequence[Mapping[str, Any]] | None = None
+
+    def holds(self, held: Iterable[tuple[int, Iterable[tuple[int, int]]]], reached: int) -> None:
+        """Its agent has these snapshots, by rank generation and step, and so many losses."""
+        self.held = {rank: {Mark(*found) for found in marks} for rank, marks in held}
+        self.reached = reached
 
     def __str__(self) -> str:
         number = "a waiting node" if self.index is None else f"node {self.index}"

@@ -10,7 +10,8 @@ import pytest
 
 from msc.runtime.diagnosis.blame import MISMATCH, Cause
 from msc.runtime.recovery import controller
-from msc.runtime.recovery.controller import Budget, Controller
+from msc.runtime.recovery.budget import Budget
+from msc.runtime.recovery.controller import Controller
 from msc.runtime.recovery.environment import HOST, Layout
 from msc.runtime.recovery.events import Events, read_events
 from msc.runtime.recovery.health import Health

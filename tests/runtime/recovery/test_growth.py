@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from msc.runtime.recovery import places
-from msc.runtime.recovery.controller import Budget, Controller
+from msc.runtime.recovery.budget import Budget
+from msc.runtime.recovery.controller import Controller
 from msc.runtime.recovery.environment import HOST, Layout
 from msc.runtime.recovery.events import Events, read_events
 from msc.runtime.recovery.roster import Node

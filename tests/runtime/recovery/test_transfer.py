@@ -17,7 +17,7 @@ from msc.ir.errors import LostRankError
 from msc.runtime.checkpoint.arena import Arena, OtherArena
 from msc.runtime.checkpoint.marks import Digest, Mark
 from msc.runtime.recovery.arenas import HeldArena
-from msc.runtime.recovery.controller import Budget
+from msc.runtime.recovery.budget import Budget
 from msc.runtime.recovery.controller_process import Service, Settings
 from msc.runtime.recovery.copier import Copier
 from msc.runtime.recovery.environment import HOST, Layout

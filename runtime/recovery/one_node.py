@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from msc.runtime.recovery.controller import Budget, Controller
+from msc.runtime.recovery.budget import Budget
+from msc.runtime.recovery.controller import Controller
 from msc.runtime.recovery.environment import HOST, Layout
 from msc.runtime.recovery.events import Events
 from msc.runtime.recovery.node import NodeAgent
