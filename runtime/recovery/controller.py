@@ -232,11 +232,12 @@ class Controller:
             return
         if rank >= self._ranks.world or self._ranks.members[rank].process != process:
             return  # the rank is another process's now
-        member, step, doing = self._ranks.members[rank], report["step"], report["doing"]
         if event == "started":
             if self._repair is not None:
                 self._repair.standbys += report["stood_by"]
-        elif event == "exit":
+            return
+        member, step, doing = self._ranks.members[rank], report["step"], report["doing"]
+        if event == "exit":
             self._exited(member, report["code"], step, doing, report["detect_s"])
         elif event == "frozen":
             what = "is frozen (it was stopped)"

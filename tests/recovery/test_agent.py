@@ -58,7 +58,10 @@ def sleeping(tmp_path: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
     """A run of two ranks, each with a child, and their processes."""
     agent = subprocess.Popen(command(tmp_path, SLEEPS), env=environment())
     pids = tmp_path / "pids"
-    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 4)
+    wait_until(
+        lambda: agent.poll() is not None or (pids.exists() and len(pids.read_text().split()) == 4)
+    )
+    assert agent.returncode is None, "the run has ended by itself"
     return agent, [int(word) for word in pids.read_text().split()]
 
 
