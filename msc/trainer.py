@@ -78,7 +78,7 @@ class Trainer:
             data: an iterable of global batches, or an object with `rows(step, indices)` and
                 `state_dict()`, of which each rank asks its own rows only.
             seed: keys all random numbers of training.
-            log: what rank 0 shows (see `TrainingProgress`).
+            log: what rank 0 shows (see `TrainingProgress`); every rank tells it of its saves.
             device: "cpu" or "cuda"; None takes CUDA where there is one.
             timeout_s: how long a rank waits for another before it gives up.
             checkpoint: where to save, and to resume from; `step` says where the run stands.
@@ -198,7 +198,7 @@ class Trainer:
             self._history.become(found or History())
         if self._checkpoints is not None:
             self._checkpoints.start()
-            self._show_messages(lambda line: show(self._log, line))
+            self._show_messages()
         self._phase("idle")
         if self._recovery is not None:
             self._recovery.began(self._job, self._history, grouped)
@@ -323,7 +323,7 @@ class Trainer:
         if self._checkpoints is not None:
             self._phase("save")
             self._checkpoints.after_step(self._state, self._history, self._before_save)
-            self._show_messages(progress.note)
+            self._show_messages(progress)
             self._phase("idle")
         if self._recovery is not None and self._recovery.gives_way(self._job, self.step):
             self._give_way(self._recovery)
@@ -507,12 +507,17 @@ class Trainer:
             self._before_save(self._state)
             self._checkpoints.save(self._state, self._history, wait=True)
             self._checkpoints.flush()
-        self._show_messages(lambda line: show(self._log, line))
+        self._show_messages()
 
-    def _show_messages(self, tell: Callable[[str], None]) -> None:
+    def _show_messages(self, progress: TrainingProgress | None = None) -> None:
+        """Show what happened to this rank's saves: on rank 0, beside `progress` if there is any."""
         assert self._checkpoints is not None
         while not self._checkpoints.messages.empty():
-            tell(f"{self._job}: {self._checkpoints.messages.get()}")
+            line = f"{self._job}: {self._checkpoints.messages.get()}"
+            if progress is not None and self.rank == 0:
+                progress.note(line)
+            else:
+                show(self._log, line)  # a rank that shows no progress tells what is wrong with it
 
     # -- leaving
 
@@ -526,7 +531,7 @@ class Trainer:
     def _leave(self, finish: bool) -> None:
         if self._checkpoints is not None and self._job.open:
             self._checkpoints.close(finish)
-            self._show_messages(lambda line: show(self._log, line))
+            self._show_messages()
         if finish:
             self._phase("ended")
         self._job.close()
