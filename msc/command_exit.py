@@ -11,7 +11,9 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from msc.build_target import user_line
@@ -20,6 +22,8 @@ from msc.ir.errors import MSCError, UserError
 DIFFERENT = 1
 UNUSABLE = 2
 BROKEN = 3
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 def guarded(action: Callable[[], Callable[[], int]], as_json: bool) -> int:

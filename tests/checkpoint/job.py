@@ -93,8 +93,8 @@ def train(folder: Path, case: str) -> None:
         told: list[list[str]] = [[] for _ in range(program.mesh.size)]
         torch.distributed.all_gather_object(told, lines)
         read = torch.zeros(2, dtype=torch.int64)
-        if trainer._checkpoints is not None:
-            report = trainer._checkpoints.report
+        if trainer._run.checkpoints is not None:
+            report = trainer._run.checkpoints.report
             read = torch.tensor([report.bytes_read, report.bytes_received])
         torch.distributed.all_reduce(read)
         found = {
@@ -111,7 +111,7 @@ def train(folder: Path, case: str) -> None:
 
 def kill_writer(trainer: msc.Trainer) -> None:
     """Kill the writing process, and wait until that is known."""
-    checkpoints = trainer._checkpoints
+    checkpoints = trainer._run.checkpoints
     assert checkpoints is not None
     os.kill(checkpoints.writer.pid, signal.SIGKILL)
     while checkpoints.messages.empty():
