@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -248,13 +247,8 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._run.leave(finish=error is None)
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._run.leave(finish=kind is None)
 
 
 def _check_steps(steps: int) -> None:
