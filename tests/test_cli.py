@@ -433,6 +433,7 @@ def test_a_failure_of_msc_itself(
     result = run("compile", f"{models}:build")
     assert result.exit_code == 3
     assert message in result.stderr
+    assert "Traceback" in result.stderr and ", in fail" in result.stderr  # to be reported with it
 
 
 def test_infinite_errors_are_valid_json() -> None:
