@@ -2,7 +2,7 @@
 
 0 all is well; 1 what was compared differs, or what was checked is damaged; 2 the input cannot be
 used, as one message on stderr (with --json, as JSON on stdout); 3 MSC itself failed, which is a bug
-of MSC's.
+of MSC's: where it was goes to stderr before the message.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterator
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from msc.build_target import user_line
@@ -20,6 +23,8 @@ from msc.ir.errors import MSCError, UserError
 DIFFERENT = 1
 UNUSABLE = 2
 BROKEN = 3
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 def guarded(action: Callable[[], Callable[[], int]], as_json: bool) -> int:
@@ -33,8 +38,10 @@ def guarded(action: Callable[[], Callable[[], int]], as_json: bool) -> int:
     except UserError as error:
         return _fail(str(error), UNUSABLE, as_json)
     except MSCError as error:
+        traceback.print_exc()
         return _fail(f"MSC failed, this is a bug in it or in a pass: {error}", BROKEN, as_json)
     except Exception as error:
+        traceback.print_exc()
         place = user_line(error)
         text = f"MSC failed, this is a bug in it: {type(error).__name__}: {error}"
         return _fail(f"{text}\n(while running {place})" if place else text, BROKEN, as_json)

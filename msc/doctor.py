@@ -23,7 +23,7 @@ import typer
 from torch.distributed.rendezvous import rendezvous
 
 import msc
-from msc.command_exit import DIFFERENT, guarded
+from msc.command_exit import DIFFERENT, Json, guarded
 from msc.ir.errors import UserError
 from msc.ir.torch_private import PrefixStore
 from msc.runtime.checkpoint.storage import open_storage
@@ -191,7 +191,6 @@ ReferenceFile = Annotated[
 WriteReference = Annotated[
     Path | None, typer.Option("--write-reference", help="Write it, from this machine.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 def doctor(

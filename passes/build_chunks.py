@@ -8,6 +8,7 @@ from typing import ClassVar
 from msc.ir.errors import PlanError
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.structure import Instance, Source, output_nodes, placeholders
+from msc.ir.walks import ancestors
 from msc.passes.chunks import Block, Chunk, ChunkBuilder, Key, Prelude, crossing
 from msc.passes.compilation import Compilation, Variant
 from msc.passes.cut import copy_subgraph
@@ -129,13 +130,7 @@ def _prelude(unit: Compilation, instances: list[Instance], written: dict[str, So
     names = [name for name in unit.structure.prelude_outputs if name in used]
     outputs = dict(zip(unit.structure.prelude_outputs, output_nodes(whole), strict=True))
     wanted = [outputs[name] for name in names]
-    needed = set()
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = ancestors(wanted)
     gm = copy_subgraph(
         [node for node in placeholders(whole) if node in needed],
         [node for node in whole.graph.nodes if node in needed and node.op == "call_function"],

@@ -22,6 +22,7 @@ from torch import fx
 from msc.ir.structure import Instance, Source, Structure, layer_of, output_nodes
 from msc.ir.torch_private import lazy_graph_module
 from msc.ir.values import operand_nodes, tensors_of
+from msc.ir.walks import ancestors
 
 _DETACHING = {torch.ops.aten.detach.default}
 
@@ -78,20 +79,8 @@ def _reading_inputs(written: Mapping[str, fx.Node]) -> frozenset[str]:
     return frozenset(
         name
         for name, root in written.items()
-        if any(node.meta.get("kind") == "input" for node in _ancestors(root))
+        if any(node.meta.get("kind") == "input" for node in ancestors([root]))
     )
-
-
-def _ancestors(root: fx.Node) -> set[fx.Node]:
-    """A node and all that it is made of."""
-    seen: set[fx.Node] = set()
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            pending += node.all_input_nodes
-    return seen
 
 
 def _segments(gm: fx.GraphModule, prelude: set[fx.Node], by_module: bool) -> dict[fx.Node, int]:
@@ -105,7 +94,7 @@ def _segments(gm: fx.GraphModule, prelude: set[fx.Node], by_module: bool) -> dic
         if layer is not None:
             numbers.setdefault(layer, len(numbers) + 1)
             last_layer_position = position
-    for_loss = _ancestors(output_nodes(gm)[0])  # the others make what buffers will hold
+    for_loss = ancestors(output_nodes(gm)[:1])  # the others make what buffers will hold
     segment_of: dict[fx.Node, int] = {}
     for position, node in enumerate(nodes):
         layer = layers[node]

@@ -22,6 +22,7 @@ from msc.ir.errors import VerifyError
 from msc.ir.structure import output_nodes, placeholders
 from msc.ir.torch_private import joint_graph, joint_inputs, joint_outputs
 from msc.ir.values import tensor_of
+from msc.ir.walks import ancestors
 from msc.passes.halves import Halves
 from msc.passes.lower_collectives import lower_collectives
 
@@ -130,7 +131,7 @@ class _Splitter:
         self.primals, self.tangents = joint_inputs(joint)
         self.outputs, self.grads = joint_outputs(joint)
         self.input_index = {node: index for index, node in self.primals.items()}
-        self.forward_nodes = self._ancestors(self.outputs.values())
+        self.forward_nodes = ancestors(self.outputs.values())
         for node in joint.graph.nodes:
             # a result that only the backward reads is picked in the forward, so that the others
             # of the same call need not be saved with it
@@ -144,7 +145,7 @@ class _Splitter:
         names = placeholders(self.gm)
         wanted = [i for i, node in enumerate(names) if node.meta.get("differentiable")]
         gradients = [i for i in wanted if isinstance(self.grads.get(i), fx.Node)]
-        grad_nodes = self._ancestors(self.grads[i] for i in gradients)
+        grad_nodes = ancestors(self.grads[i] for i in gradients)
         backward_nodes = [
             n
             for n in self.joint.graph.nodes
@@ -188,16 +189,6 @@ class _Splitter:
                     "used and trainable, but its block has no gradient for it. "
                     "An op on its way to the loss has lost its gradient."
                 )
-
-    def _ancestors(self, roots: Any) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        stack = list(roots)
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found.add(node)
-                stack.extend(node.all_input_nodes)
-        return found
 
     def _forward(self, results: list[fx.Node]) -> fx.GraphModule:
         graph = fx.Graph()

@@ -19,6 +19,7 @@ from torch import fx
 
 from msc.ir.communication import COLLECTIVES, WAITS, is_communication
 from msc.ir.passes import BIT_EXACT, GraphPass
+from msc.ir.walks import ancestors
 from msc.passes.call_cost import call_cost
 from msc.passes.compilation import Compilation, Settings
 
@@ -74,13 +75,7 @@ class _Scheduler:
 
     def _place(self, node: fx.Node) -> None:
         """Place a node after all that it needs and that is still left, in the old order."""
-        needed: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            each = stack.pop()
-            if each in self.left and each not in needed:
-                needed.add(each)
-                stack.extend(each.all_input_nodes)
+        needed = ancestors([node], self.left.__contains__)
         for each in sorted(needed, key=self.position.__getitem__):
             if each.target in WAITS:
                 self._hide(each, needed)

@@ -28,6 +28,7 @@ from msc.ir.communication import is_communication, subgraph
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.structure import output_nodes, placeholders
 from msc.ir.torch_private import lazy_graph_module
+from msc.ir.walks import ancestors
 from msc.passes.block_time import block_time
 from msc.passes.call_cost import call_cost
 from msc.passes.compilation import Compilation, Settings
@@ -176,12 +177,7 @@ def _may_wait(gm: fx.GraphModule, needed: frozenset[int]) -> list[fx.Node]:
     results = output_nodes(gm)
     pending = [node for index, node in enumerate(results) if index in needed]
     pending += [node for node in gm.graph.nodes if is_communication(node)]
-    early: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in early:
-            early.add(node)
-            pending += node.all_input_nodes
+    early = ancestors(pending)
     for node in gm.graph.nodes:  # so that the other items need not be kept with it
         if node.target is operator.getitem and node.args[0] in early:
             early.add(node)

@@ -30,6 +30,7 @@ from msc.ir.structure import (
     placeholders,
 )
 from msc.ir.values import operand_nodes
+from msc.ir.walks import ancestors
 from msc.passes.compilation import Compilation
 from msc.passes.cut import copy_subgraph
 from msc.passes.sharding.axes import parts
@@ -308,7 +309,7 @@ class _BatchSharder:
             return
         by_name = {node.name: node for node in self.pristine.graph.nodes}
         outputs = [by_name[name] for name in wanted]
-        needed = _ancestors(outputs)
+        needed = ancestors(outputs)
         inputs = [node for node in placeholders(self.pristine) if node in needed]
         for node in inputs:
             if node.meta["name"] in self.structure.buffers:
@@ -317,17 +318,6 @@ class _BatchSharder:
         prologue = copy_subgraph(inputs, nodes, outputs, lambda node: dict(node.meta))
         prologue.meta["names"] = wanted
         self.unit.prologue = prologue
-
-
-def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

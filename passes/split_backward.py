@@ -20,6 +20,7 @@ from torch import fx
 
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.structure import output_nodes, placeholders
+from msc.ir.walks import ancestors
 from msc.passes.compilation import Compilation, Variant
 from msc.passes.cut import copy_subgraph
 from msc.passes.differentiate import Differentiated
@@ -95,13 +96,8 @@ def input_gradient_nodes(programs: Differentiated) -> set[fx.Node]:
     """
     assert programs.backward is not None
     results = output_nodes(programs.backward)
-    pending = [n for n, of in zip(results, are_parameters(programs), strict=True) if not of]
-    found: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in found and node.op == "call_function":
-            found.add(node)
-            pending += node.all_input_nodes
+    of_inputs = [n for n, of in zip(results, are_parameters(programs), strict=True) if not of]
+    found = ancestors(of_inputs, lambda node: node.op == "call_function")
     for node in programs.backward.graph.nodes:
         if node.target is operator.getitem and node.args[0] in found:
             found.add(node)

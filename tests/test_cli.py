@@ -430,9 +430,10 @@ def test_a_failure_of_msc_itself(
         raise raised
 
     monkeypatch.setattr(msc, "compile", fail, raising=False)
-    result = run("compile", f"{models}:build")
+    result = CliRunner().invoke(cli.app, ["compile", f"{models}:build"])
     assert result.exit_code == 3
     assert message in result.stderr
+    assert "Traceback" in result.stderr and ", in fail" in result.stderr  # to be reported with it
 
 
 def test_infinite_errors_are_valid_json() -> None:

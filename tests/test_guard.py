@@ -23,7 +23,7 @@ class Faulty:
     """An executor whose given runs (counted from 1) come out wrong: a parameter is not finite."""
 
     def __init__(self, run: msc.Trainer, wrong: Sequence[int], loss: float = math.nan) -> None:
-        self._executor = run._executor
+        self._executor = run._run.executor
         self._wrong = wrong
         self._loss = loss
         self.runs = 0
@@ -49,7 +49,7 @@ def faulty(
     guard = msc.Guard(policy=policy, every=every)  # type: ignore[arg-type]
     run = trainer(None, guard=guard, **options)
     executor = Faulty(run, wrong, loss)
-    run._executor = executor  # type: ignore[assignment]
+    run._run.executor = executor  # type: ignore[assignment]
     return run, executor
 
 

@@ -25,7 +25,7 @@ def test_a_run_is_accounted_for(tmp_path: Path) -> None:
     with trainer(tmp_path / "saves", run=run) as second:
         assert second.step == 2
         second.fit(1)
-        second.evaluate(second._batches._data, 1)
+        second.evaluate(second._run.batches._data, 1)
     elapsed = time.time() - began
     (account,) = run_accounts(run)
     assert (account.attempts, account.last_step) == (2, 3)

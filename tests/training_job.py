@@ -134,7 +134,7 @@ def flipped_bit(folder: Path, rank: int) -> None:
     with msc.Trainer(compile_small(mesh="dp=2"), data, log=False, timeout_s=30, guard=guard) as run:
         run.fit(2)
         if rank == 1:
-            next(iter(run._state.parameters.values())).view(-1).view(torch.int32)[0] ^= 1
+            next(iter(run._run.state.parameters.values())).view(-1).view(torch.int32)[0] ^= 1
         run.fit(1)
 
 
@@ -147,7 +147,9 @@ def rewinds(folder: Path, rank: int) -> None:
         with msc.Trainer(compile_small(mesh="dp=2"), data, log=False, guard=guard) as run:
             run.fit(3)
             if disturbed and rank == 1:
-                next(iter(run._state.parameters.values())).view(-1).view(torch.int32)[0] ^= 1 << 20
+                next(iter(run._run.state.parameters.values())).view(-1).view(torch.int32)[0] ^= (
+                    1 << 20
+                )
             run.fit(2)
             found.append({**run.state_dict(), "losses": torch.tensor(run.losses)})
             events = run.events

@@ -69,18 +69,18 @@ def kill_at(where: str, due: Callable[[], bool]) -> None:
 def compute_longer(trainer: Any, seconds: float) -> None:
     """Let each step take longer, as if a device computed."""
     if seconds:
-        run = trainer._executor.run
+        run = trainer._run.executor.run
 
         def longer(inputs: Any) -> Any:
             time.sleep(seconds)
             return run(inputs)
 
-        trainer._executor.run = longer
+        trainer._run.executor.run = longer
 
 
 def _once(faults: Faults, action: Callable[[Any], Any]) -> None:
     """Do `action` in place of the next step of the program, or before it."""
-    executor = faults.trainer._executor
+    executor = faults.trainer._run.executor
     run = executor.run
 
     def instead(inputs: Any) -> Any:
@@ -146,7 +146,7 @@ def _flipped_replica(faults: Faults, step: int) -> None:
 
 def _norm_weight(faults: Faults) -> torch.Tensor:
     """What all ranks have a copy of, and every step reads."""
-    parameters = faults.trainer._state.parameters
+    parameters = faults.trainer._run.state.parameters
     found: torch.Tensor = next(value for name, value in parameters.items() if "norm" in name)
     return found
 
@@ -157,7 +157,7 @@ def _flipped_snapshot(faults: Faults, step: int) -> None:
     pid = int((faults.folder / f"pid.{other}").read_text())
 
     def flip() -> None:
-        arena = faults.trainer._checkpoints._arena
+        arena = faults.trainer._run.checkpoints._arena
         marks = read_marks(arena.handle, arena.marks_start)
         newest = max(range(len(marks)), key=lambda slot: getattr(marks[slot], "step", -1))
         image = arena.slots[newest]
@@ -184,7 +184,7 @@ def stop_for(pid: int, seconds: float) -> None:
 
 
 def _writer(faults: Faults) -> int:
-    return int(faults.trainer._checkpoints.writer.pid)
+    return int(faults.trainer._run.checkpoints.writer.pid)
 
 
 def _writer_death(faults: Faults, step: int) -> None:
@@ -237,7 +237,7 @@ def _reset(faults: Faults, step: int) -> None:
 
 def _wrong_order(faults: Faults, step: int) -> None:
     """In every step from here on the first collective is made twice."""
-    rank = faults.trainer._executor._rt
+    rank = faults.trainer._run.executor._rt
     start = type(rank).all_reduce
 
     def twice(value: Any, *rest: Any) -> Any:
@@ -248,7 +248,7 @@ def _wrong_order(faults: Faults, step: int) -> None:
 
 
 def _no_send(faults: Faults, step: int) -> None:
-    rank = faults.trainer._executor._rt
+    rank = faults.trainer._run.executor._rt
     send = rank.send
 
     def nothing(values: Any, *rest: Any) -> Any:

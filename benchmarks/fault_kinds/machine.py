@@ -61,7 +61,7 @@ def _dns_stall(faults: Faults, step: int) -> None:
 
 def _store_cut(faults: Faults, step: int) -> None:
     """Shut what is connected to the generation's store."""
-    port = faults.trainer._job.generation.port
+    port = faults.trainer._run.job.generation.port
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:["):
@@ -100,7 +100,7 @@ def _read_only(faults: Faults, step: int) -> None:
 
 
 def _quota(faults: Faults, step: int) -> None:
-    pid, none = faults.trainer._checkpoints.writer.pid, resource.RLIM_INFINITY
+    pid, none = faults.trainer._run.checkpoints.writer.pid, resource.RLIM_INFINITY
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, none))
     _after_a_save(faults, step, lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, (none, none)))
 

@@ -52,10 +52,10 @@ class Loaded:
 
     def step(self) -> int:
         """The step of the checkpoint that is taken now."""
-        checkpoints = self._trainer._checkpoints
+        checkpoints = self._trainer._run.checkpoints
         assert checkpoints is not None
-        found: History | None = checkpoints.resume(self._trainer._state)
-        self._trainer._show_messages(self.messages.append)
+        found: History | None = checkpoints.resume(self._trainer._run.state)
+        self._trainer._run.show_messages()
         return 0 if found is None else self._trainer.step
 
     def state(self) -> dict[str, torch.Tensor]:

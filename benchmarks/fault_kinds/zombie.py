@@ -38,7 +38,7 @@ def leave(faults: Faults, step: int) -> None:
 
 def _join(faults: Faults) -> str:
     """Connect to the store of its generation."""
-    generation = faults.trainer._job.generation
+    generation = faults.trainer._run.job.generation
     try:
         socket.create_connection((generation.host, generation.port), 1.0).close()
     except OSError:
@@ -55,7 +55,7 @@ def _speak() -> str:
 
 def _commit(faults: Faults) -> str:
     """Write its part of a later step, and commit it."""
-    checkpoints = faults.trainer._checkpoints
+    checkpoints = faults.trainer._run.checkpoints
     attempt = checkpoints.writer._plan["attempt"]
     step = faults.trainer.step + _LATER
     storage = LocalStorage(faults.settings["saves"])

@@ -22,6 +22,7 @@ from msc.capture.sizes import Sizes, symbol_of
 from msc.ir.errors import CaptureError
 from msc.ir.structure import output_nodes
 from msc.ir.torch_private import FakeTensorMode, is_persistent
+from msc.ir.walks import ancestors
 from msc.passes.normalize.dead_code import remove_dead_code
 from msc.passes.normalize.decompose_batch_norm import decompose_batch_norm
 from msc.passes.normalize.drop_asserts import drop_asserts
@@ -219,12 +220,7 @@ def _finish(captured: Captured) -> None:
 
 def reaching_parameters(gm: fx.GraphModule) -> set[str]:
     """Names of the trainable parameters from which a gradient path leads to the loss."""
-    live: set[fx.Node] = set()
-    pending = [output_nodes(gm)[0]]
-    while pending:
-        node = pending.pop()
-        if node in live or node.target is torch.ops.aten.detach.default:
-            continue
-        live.add(node)
-        pending.extend(node.all_input_nodes)
+    live = ancestors(
+        output_nodes(gm)[:1], lambda node: node.target is not torch.ops.aten.detach.default
+    )
     return {node.meta["name"] for node in live if node.meta.get("kind") == "parameter"}

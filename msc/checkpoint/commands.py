@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from msc.command_exit import DIFFERENT, guarded
+from msc.command_exit import DIFFERENT, Json, guarded
 from msc.ir.errors import InputError, UserError
 
 app = typer.Typer(
@@ -22,7 +22,6 @@ Url = Annotated[
 ]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="The folder to write into.")]
 Step = Annotated[int | None, typer.Option("--step", help="Of this step; else the newest complete.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 Answer = tuple[list[str], int]
 """What a command prints, line by line, and its exit code."""

@@ -380,10 +380,11 @@ class RunCheckpoints:
             return None
         facts = {"skipped": int(state.skipped), "data": self._batches.position()}
         if not marks.note(slot, json.dumps(facts)):
-            self._tell(
-                f"the state_dict() of the data is too long to be kept in memory beside step "
-                f"{state.step}: after a fault the run goes on from storage"
-            )
+            if self._job.rank == 0:  # it is the same on all
+                self._tell(
+                    f"the state_dict() of the data is too long to be kept in memory beside step "
+                    f"{state.step}: after a fault the run goes on from storage"
+                )
             return None
         return Mark(generation.number, state.step)
 

@@ -21,6 +21,7 @@ from torch import fx
 
 from msc.ir.torch_private import storage_key
 from msc.ir.values import tensors_of
+from msc.ir.walks import ancestors
 from msc.passes.recompute.kept_bytes import kept_bytes
 from msc.passes.recompute.rewrite import can_be_saved, kept_nodes, recomputed
 
@@ -102,7 +103,7 @@ class StageProgram:
         return found
 
     def _add(self, block: Candidates, cost: Callable[[fx.Node], float]) -> None:
-        needed = _ancestors(block.saved)
+        needed = ancestors(block.saved)
         again: dict[fx.Node, int] = {}
         kept: dict[fx.Node, int] = {}
         memory: dict[int, int] = {}
@@ -178,14 +179,3 @@ class _Rows:
         shape = (len(self.lower), num_columns)
         matrix = sparse.coo_matrix((factors, (rows, columns)), shape=shape).tocsr()
         return LinearConstraint(matrix, np.asarray(self.lower), np.inf)
-
-
-def _ancestors(roots: Sequence[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found

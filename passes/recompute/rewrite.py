@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from msc.ir.structure import output_nodes, placeholders
+from msc.ir.walks import ancestors
 from msc.passes.differentiate import Differentiated, Saved
 
 
@@ -159,13 +160,7 @@ class _Rewriter:
 
     def _compute(self, wanted: fx.Node) -> fx.Node:
         """Compute a value of the forward in the backward, with all that it needs."""
-        needed: set[fx.Node] = set()
-        stack = [wanted]
-        while stack:
-            node = stack.pop()
-            if node not in self.values and node not in needed:
-                needed.add(node)
-                stack += node.all_input_nodes
+        needed = ancestors([wanted], lambda node: node not in self.values)
         for node in sorted(needed, key=self.position.__getitem__):
             new = self.graph.node_copy(node, self.values.__getitem__)
             new.meta = {**node.meta, "phase": "recompute"}

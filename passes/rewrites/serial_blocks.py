@@ -19,6 +19,7 @@ from torch import fx
 
 import msc.ir.ops  # noqa: F401  (registers torch.ops.msc)
 from msc.ir.structure import layer_of
+from msc.ir.walks import ancestors
 from msc.passes.normalize.rewrite import aten, shape_of
 from msc.passes.rewrites.norms import FUSED, Norm, norms_of
 from msc.passes.rewrites.origins import Origins
@@ -171,14 +172,7 @@ def _residual(node: fx.Node, origins: Origins) -> _Residual | None:
 
 def _between(source: fx.Node, end: fx.Node, below: set[fx.Node]) -> set[fx.Node]:
     """The calls on the ways from `source` to `end`; `below` depends on `source`."""
-    found: set[fx.Node] = set()
-    pending = [end]
-    while pending:
-        node = pending.pop()
-        if node not in found and node in below and node is not source:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
+    return ancestors([end], lambda node: node in below and node is not source)
 
 
 def _block(first: _Residual, residuals: list[_Residual], origins: Origins) -> SerialBlock:

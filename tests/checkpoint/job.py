@@ -4,10 +4,10 @@
 
 A case is `NAME:STEPS:MESH`: train the program in FOLDER/MESH to STEPS steps, with checkpoints in
 FOLDER/NAME, or without any where NAME is "plain". Where MESH begins with "zero" the data is an
-iterable that keeps its own position, else rows that are asked for by step. Rank 0's findings go
-to FOLDER/NAME.MESH.pt.
+iterable that keeps its own position, else rows that are asked for by step. Rank 0's findings, and
+the lines of each rank, go to FOLDER/NAME.MESH.pt.
 `NAME:STEPS:MESH:kill=N` kills rank N, or all ranks ("all"), when step STEPS has ended; the step
-before it was saved.
+before it was saved. `:writer=N` kills the process that writes rank N's saves, before step STEPS.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,18 +79,22 @@ def train(folder: Path, case: str) -> None:
     data = Stateful() if mesh.startswith("zero") else Rows()
     with msc.Trainer(program, data, log=lines.append, checkpoint=options, run=run) as trainer:
         first = trainer.step
-        if rest:
+        what, _, who = "".join(rest).partition("=")
+        if what:
             trainer.fit(int(steps) - 1 - first)
             trainer.save()
+        if what == "writer" and who == str(rank):
+            kill_writer(trainer)
         trainer.fit(int(steps) - trainer.step)
-        if rest:
-            who = rest[0].removeprefix("kill=")
+        if what == "kill":
             if who in ("all", str(rank)):
                 os.kill(os.getpid(), signal.SIGKILL)
             trainer.fit(2)
+        told: list[list[str]] = [[] for _ in range(program.mesh.size)]
+        torch.distributed.all_gather_object(told, lines)
         read = torch.zeros(2, dtype=torch.int64)
-        if trainer._checkpoints is not None:
-            report = trainer._checkpoints.report
+        if trainer._run.checkpoints is not None:
+            report = trainer._run.checkpoints.report
             read = torch.tensor([report.bytes_read, report.bytes_received])
         torch.distributed.all_reduce(read)
         found = {
@@ -97,11 +102,20 @@ def train(folder: Path, case: str) -> None:
             "losses": trainer.losses,
             "params": trainer.state_dict(),
             "optimizer": trainer.optimizer_state_dict(),
-            "lines": lines,
+            "lines": told,
             "read": read.tolist(),
         }
     if rank == 0:
         torch.save(found, folder / f"{name}.{mesh}.pt")
+
+
+def kill_writer(trainer: msc.Trainer) -> None:
+    """Kill the writing process, and wait until that is known."""
+    checkpoints = trainer._run.checkpoints
+    assert checkpoints is not None
+    os.kill(checkpoints.writer.pid, signal.SIGKILL)
+    while checkpoints.messages.empty():
+        time.sleep(0.01)
 
 
 def main() -> int:

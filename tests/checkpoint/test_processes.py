@@ -154,3 +154,14 @@ def test_data_that_is_loaded_inside_of_steps_goes_on_where_it_was(tmp_path: Path
     verdict, words = diagnose(tmp_path / "plain.zero1.run")
     assert verdict.causes == (), words
     assert_as_scheduled(tmp_path / "plain.zero1.run")
+
+
+@pytest.mark.gloo
+def test_every_rank_tells_inside_of_fit_what_happened_to_its_saves(tmp_path: Path) -> None:
+    program("dp=2", precision="float64").save(tmp_path / "dp=2")
+    run_job(tmp_path, 2, ["told:3:dp=2:writer=1"])
+    first, second = torch.load(tmp_path / "told.dp=2.pt")["lines"]
+    assert not any("died" in line for line in first)
+    (line,) = (line for line in second if "died" in line)
+    assert line.endswith("process that writes checkpoints died (exit code -9); started again")
+    assert line.startswith("Rank 1 (dp=1): ")

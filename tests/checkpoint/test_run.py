@@ -46,8 +46,8 @@ def test_a_writer_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     lines: list[str] = []
     with trainer(tmp_path, log=lines.append) as run:
         run.fit(1)
-        assert run._checkpoints is not None
-        os.kill(run._checkpoints.writer.pid, signal.SIGKILL)
+        assert run._run.checkpoints is not None
+        os.kill(run._run.checkpoints.writer.pid, signal.SIGKILL)
         run.fit(2)
         run.save()
     assert [name.split("-")[1] for name in folders(tmp_path)] == [
@@ -61,8 +61,8 @@ def test_a_writer_that_is_killed_loses_nothing(tmp_path: Path) -> None:
 def test_a_save_is_skipped_when_both_copies_are_being_written(tmp_path: Path) -> None:
     lines: list[str] = []
     with trainer(tmp_path, log=lines.append, settings={"when_busy": "skip"}) as run:
-        assert run._checkpoints is not None
-        writer = run._checkpoints.writer
+        assert run._run.checkpoints is not None
+        writer = run._run.checkpoints.writer
         os.kill(writer.pid, signal.SIGSTOP)
         run.fit(4)
         os.kill(writer.pid, signal.SIGCONT)

@@ -55,7 +55,7 @@ def do_faults(step: str, trainer: Any) -> None:
         if what == "raise":
             raise ValueError("on purpose")
         if what == "spin":
-            trainer._executor.run = spin
+            trainer._run.executor.run = spin
         elif what == "wait":
             wait_for(event="standby is warm")
         elif what.startswith("copied "):

@@ -1,0 +1,1 @@
+"""The commands of `msc`, by group; `msc/cli.py` puts them together."""
