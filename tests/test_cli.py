@@ -433,7 +433,8 @@ def test_a_failure_of_msc_itself(
     result = CliRunner().invoke(cli.app, ["compile", f"{models}:build"])
     assert result.exit_code == 3
     assert message in result.stderr
-    assert "Traceback" in result.stderr and ", in fail" in result.stderr  # to be reported with it
+    assert "Traceback" in result.stderr  # to be reported with it
+    assert ", in fail" in result.stderr
 
 
 def test_infinite_errors_are_valid_json() -> None:
