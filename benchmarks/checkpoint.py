@@ -112,7 +112,9 @@ class Msc(Candidate):
             "keep": None,
             "verified": [],
         }
-        self._writer = WriterProcess(self._arena, plan, rank == 0, print)
+        self._writer = WriterProcess(
+            self._arena, plan, rank == 0, print, lambda attempt, step: None
+        )
         self._snapshots = Snapshots(torch.device("cpu"))
         self._number = -1
 

@@ -24,6 +24,7 @@ from msc.ir.errors import UserError
 from msc.ir.mesh import Mesh
 from msc.program import Program
 from msc.ranks import Job
+from msc.runtime.checkpoint.absence import Absence
 from msc.runtime.checkpoint.arena import Arena
 from msc.runtime.checkpoint.dcp import METADATA, dcp_metadata
 from msc.runtime.checkpoint.image import Image
@@ -301,7 +302,8 @@ class RunCheckpoints:
             "keep": self._options.keep,
             "verified": self._verified,
         }
-        return WriterProcess(self._arena, plan, job.rank == 0, self._tell)
+        absence = Absence(self._storage, job.rank)
+        return WriterProcess(self._arena, plan, job.rank == 0, self._tell, absence.say)
 
     @property
     def writer(self) -> WriterProcess:
@@ -345,6 +347,7 @@ class RunCheckpoints:
         if slot is None:
             why = "it cannot be started" if self.writer.broken else "both copies are being written"
             self._tell(f"checkpoint of step {step} is skipped: {why}")
+            self.writer.skip(step)
             return
         self._saved = step
         request: dict[str, Any] = {"state": {}, "files": {}}

@@ -12,6 +12,7 @@ from msc.runtime.checkpoint import catalog
 from msc.runtime.checkpoint.manifest import (
     COMMIT,
     Commit,
+    absent_name,
     commit_to_bytes,
     data_name,
     digest,
@@ -96,10 +97,15 @@ class Committer:
                     pending.since = time.monotonic()
         for pending in list(self._pending):
             folder = folder_name(pending.step, self._attempt)
-            parts = {part_name(rank) for rank in range(self._world)}
-            missing = parts.difference(self._storage.names(folder))
+            there = set(self._storage.names(folder))
+            missing = {part_name(rank) for rank in range(self._world)} - there
+            absent = [rank for rank in range(self._world) if absent_name(rank) in there]
             if not missing:
                 self._commit(folder, pending)
+            elif absent:
+                self._pending.remove(pending)
+                ranks = ", ".join(f"rank {rank}" for rank in absent)
+                self._report("abandoned", pending.step, error=f"{ranks} did not save it")
             elif time.monotonic() - pending.since > self._patience_s:
                 self._pending.remove(pending)
                 self._report("abandoned", pending.step, error=f"{_some(missing)} did not come")

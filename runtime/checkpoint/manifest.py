@@ -121,6 +121,11 @@ def part_name(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
+def absent_name(rank: int) -> str:
+    """The empty file which says that a rank has no part of this step."""
+    return f"absent-{rank:05d}"
+
+
 def data_name(rank: int) -> str:
     """The data file of a rank, as torch.distributed.checkpoint names it."""
     return f"__{rank}_0.distcp"

@@ -17,6 +17,8 @@ from msc.runtime.checkpoint.arena import Arena
 from msc.runtime.checkpoint.marks import SLOTS
 
 Log = Callable[[str], None]
+Absent = Callable[[str, int], None]
+"""`absent(attempt, step)`: this rank's part of the step will never come."""
 _MODULE = "msc.runtime.checkpoint.writer"
 _LIVES = 3  # processes in a row that may die at one save before it is given up
 
@@ -42,7 +44,9 @@ class WriterProcess:
     could not be written; of ranks that do not commit, the second stays None.
     """
 
-    def __init__(self, arena: Arena, plan: Mapping[str, Any], commits: bool, log: Log) -> None:
+    def __init__(
+        self, arena: Arena, plan: Mapping[str, Any], commits: bool, log: Log, absent: Absent
+    ) -> None:
         self.committed: int | None = None
         self.written: int | None = None
         self.failed: int | None = None
@@ -51,6 +55,7 @@ class WriterProcess:
         self._plan = {**plan, "slots": SLOTS, "stride": arena.stride, "size": arena.size}
         self._commits = commits
         self._log = log
+        self._absent = absent
         self._saves: list[_Save] = []
         self._reserved: set[int] = set()
         self._newest: int | None = None
@@ -102,6 +107,7 @@ class WriterProcess:
             self._newest = slot
             if self.broken:
                 self._log(f"checkpoint of step {step} was not saved: no process can be started")
+                self._absent(self._plan["attempt"], step)
                 return
             self._saves.append(_Save(self._plan["attempt"], step, slot, request))
             self._ask(self._saves[-1])
@@ -111,6 +117,11 @@ class WriterProcess:
         with self._change:
             self._plan["attempt"] = attempt
             self._send({"attempt": attempt})
+
+    def skip(self, step: int) -> None:
+        """This step is not saved; the other ranks need not wait for it."""
+        with self._change:
+            self._absent(self._plan["attempt"], step)
 
     def keep(self, slot: int) -> None:
         """What this slot holds is the newest that counts: the next save goes into the other."""
@@ -201,6 +212,8 @@ class WriterProcess:
             self._log(f"checkpoints: {report['error']}")
         if save is None:
             return
+        if event == "failed":
+            self._absent(save.attempt, save.step)
         if event == "written" and self._commits:
             save.slot = None
         elif event in ("written", "committed", "failed", "abandoned"):
@@ -214,11 +227,14 @@ class WriterProcess:
             self._saves[0].deaths += 1
             if self._saves[0].deaths >= _LIVES or self.broken:
                 lost = self._saves.pop(0)
+                self._absent(lost.attempt, lost.step)
                 self._log(
                     f"checkpoint of step {lost.step} was not saved: {lost.deaths} writing "
                     f"processes have died at it, the last with exit code {code}; training goes on"
                 )
         if self.broken:
+            for lost in self._saves:
+                self._absent(lost.attempt, lost.step)
             self._saves.clear()
             self._log(
                 f"the process that writes checkpoints dies at its start (exit code {code}): "

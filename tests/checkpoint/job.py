@@ -73,14 +73,17 @@ def train(folder: Path, case: str) -> None:
     program = msc.load(folder / mesh, rank)
     options = None
     if name != "plain":
-        options = msc.Checkpoint(folder / name, every=EVERY, keep=2, when_busy="wait")
+        busy: Any = "skip" if name == "skips" else "wait"
+        options = msc.Checkpoint(folder / name, every=EVERY, keep=2, when_busy=busy)
     lines: list[str] = []
     run = folder / f"{name}.{mesh}.run"
     data = Stateful() if mesh.startswith("zero") else Rows()
     with msc.Trainer(program, data, log=lines.append, checkpoint=options, run=run) as trainer:
         first = trainer.step
         what, _, who = "".join(rest).partition("=")
-        if what:
+        if what == "stopped":
+            train_while_stopped(trainer, int(steps), who == str(rank))
+        elif what:
             trainer.fit(int(steps) - 1 - first)
             trainer.save()
         if what == "writer" and who == str(rank):
@@ -116,6 +119,19 @@ def kill_writer(trainer: msc.Trainer) -> None:
     os.kill(checkpoints.writer.pid, signal.SIGKILL)
     while checkpoints.messages.empty():
         time.sleep(0.01)
+
+
+def train_while_stopped(trainer: msc.Trainer, steps: int, here: bool) -> None:
+    """Train while one rank's writing process is stopped, then wait until all saves are over."""
+    checkpoints = trainer._run.checkpoints
+    assert checkpoints is not None
+    if here:
+        os.kill(checkpoints.writer.pid, signal.SIGSTOP)
+    trainer.fit(steps)
+    if here:
+        os.kill(checkpoints.writer.pid, signal.SIGCONT)
+    checkpoints.flush()
+    trainer._run.show_messages()
 
 
 def main() -> int:

@@ -159,9 +159,15 @@ def test_data_that_is_loaded_inside_of_steps_goes_on_where_it_was(tmp_path: Path
 @pytest.mark.gloo
 def test_every_rank_tells_inside_of_fit_what_happened_to_its_saves(tmp_path: Path) -> None:
     program("dp=2", precision="float64").save(tmp_path / "dp=2")
-    run_job(tmp_path, 2, ["told:3:dp=2:writer=1"])
+    run_job(tmp_path, 2, ["told:3:dp=2:writer=1", "skips:8:dp=2:stopped=1"])
     first, second = torch.load(tmp_path / "told.dp=2.pt")["lines"]
     assert not any("died" in line for line in first)
     (line,) = (line for line in second if "died" in line)
     assert line.endswith("process that writes checkpoints died (exit code -9); started again")
     assert line.startswith("Rank 1 (dp=1): ")
+    first, second = torch.load(tmp_path / "skips.dp=2.pt")["lines"]
+    for step in (6, 8):  # its two copies are those of steps 2 and 4
+        assert f"checkpoint of step {step} is skipped: both copies" in "".join(second)
+        # rank 0 does not wait for what will not come
+        line = f"Rank 0 (dp=0): checkpoint of step {step} stays incomplete: rank 1 did not save it"
+        assert line in first

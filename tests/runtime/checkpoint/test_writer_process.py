@@ -29,7 +29,11 @@ Make = Callable[..., WriterProcess]
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[WriterProcess] = []
 
-    def run(folder: Path = tmp_path, lines: list[str] | None = None) -> WriterProcess:
+    def run(
+        folder: Path = tmp_path,
+        lines: list[str] | None = None,
+        absent: list[tuple[str, int]] | None = None,
+    ) -> WriterProcess:
         plan = {
             "url": str(folder),
             "rank": 0,
@@ -42,7 +46,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
         }
         arena = Arena(SIZE, torch.device("cpu"))
         log = (lambda line: None) if lines is None else lines.append
-        made.append(WriterProcess(arena, plan, True, log))
+        never = [] if absent is None else absent
+        absence = lambda *which: never.append(which)  # noqa: E731
+        made.append(WriterProcess(arena, plan, True, log, absence))
         made[-1].arena = arena  # type: ignore[attr-defined]
         return made[-1]
 
@@ -106,11 +112,14 @@ def test_a_save_at_which_every_process_dies_is_given_up(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    writer = make(lines=lines)
+    absent: list[tuple[str, int]] = []
+    writer = make(lines=lines, absent=absent)
     monkeypatch.setattr(writer_process, "_MODULE", "msc.no_such_module")
+    os.kill(writer.pid, signal.SIGSTOP)
     save(writer, 1)
     os.kill(writer.pid, signal.SIGKILL)
     assert writer.flush(60)
+    assert absent == [("aa", 1)]
     while not writer.broken:
         time.sleep(0.01)
     assert writer.take_slot(wait=True) is None
@@ -130,9 +139,11 @@ def test_storage_that_refuses_does_not_stop_the_run(tmp_path: Path, make: Make) 
     file = tmp_path / "file"
     file.write_text("no folder")
     lines: list[str] = []
-    writer = make(file, lines)
+    absent: list[tuple[str, int]] = []
+    writer = make(file, lines, absent)
     save(writer, 1)
     assert writer.flush(60)
+    assert absent == [("aa", 1)]
     assert writer.written is None
     (line,) = lines
     assert line.startswith("checkpoint of step 1 was not saved: ")
@@ -190,4 +201,5 @@ def test_a_process_that_does_not_listen_stops_nobody(tmp_path: Path, make: Make)
     assert writer.take_slot(wait=False) is None
     os.kill(writer.pid, signal.SIGCONT)
     assert writer.flush(60)
-    assert saved(tmp_path)[0] == 2
+    writer.close(60)  # the older one has been removed then
+    assert saved(tmp_path) == [2]

@@ -234,3 +234,19 @@ def test_a_step_of_ranks_that_are_gone_is_given_up_when_nothing_of_it_grows(tmp_
     committer.hurry(-1.0)
     assert not committer.poll()
     assert told == ["abandoned"]
+
+
+def test_a_step_that_a_rank_does_not_save_is_given_up_at_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    storage = LocalStorage(tmp_path)
+    committer = Committer(
+        storage, WORLD, "aa", {}, None, (), lambda event, **f: told.append(f"{event}: {f}"), 600.0
+    )
+    for step in (3, 4):
+        PartWriter(storage, 0, "aa", (), SIZE).write(step, memoryview(image(step, 0)))
+        committer.expect(step, {}, {})
+    storage.put("step-00000003-aa/absent-00001", b"")
+    assert committer.poll()
+    (line,) = told
+    assert line.startswith("abandoned: {'step': 3")
+    assert "rank 1 did not save it" in line
