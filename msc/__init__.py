@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from msc.pretrained import load_pretrained as load_pretrained
     from msc.program import load as load
     from msc.trainer import Trainer as Trainer
+    from msc.tuning.measure import tune as tune
     from msc.verification import verify as verify
 
 __version__ = "0.1.0"
@@ -69,6 +70,7 @@ PUBLIC = {
     "compile": "msc.compiler:compile",
     "load": "msc.program:load",
     "load_pretrained": "msc.pretrained:load_pretrained",
+    "tune": "msc.tuning.measure:tune",
     "verify": "msc.verification:verify",
     "init": "msc.initialization:init",
     "Normal": "msc.initializers:Normal",

@@ -1,4 +1,4 @@
-"""The command `msc`: verify, compile, explain, simulate and run models; runs and checkpoints.
+"""The command `msc`: verify, compile, explain, simulate, tune and run models; runs, checkpoints.
 
 `msc/commands` has the commands, and `msc/command_exit.py` says what exit codes mean.
 """
@@ -12,6 +12,7 @@ import typer
 from msc.checkpoint.commands import app as checkpoint_app
 from msc.commands.compiling import compile_command, explain, simulate, verify
 from msc.commands.runs import blame, report_command, run
+from msc.commands.tuning import tune
 from msc.doctor import doctor
 from msc.monitor import beat, monitor
 
@@ -30,6 +31,7 @@ app.command()(verify)
 app.command("compile")(compile_command)
 app.command()(explain)
 app.command()(simulate)
+app.command()(tune)
 app.command()(blame)
 app.command("report")(report_command)
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from msc.capture import Captured, capture
 from msc.cost import Cluster, CostModel
+from msc.cost.measurements import Measurements
 from msc.explanation import Explainer
 from msc.initialization import Recipe, recipe_of
 from msc.ir import flags
@@ -68,6 +69,7 @@ def compile(
     zero: int = 0,
     shard_group: int | None = None,
     fuse_collectives: bool | str = "auto",
+    tuned: Measurements | str | Path | None = None,
 ) -> Program:
     """Compile a single-device model into one program per rank of `mesh`.
 
@@ -116,6 +118,8 @@ def compile(
             or make their values: "auto" where the cost model finds that it pays, which needs a
             `cluster`; True wherever that is possible; False nowhere.
             `report.fused_collectives` lists each place.
+        tuned: the file that `msc tune` wrote: what was measured counts more than what the cost
+            model says of fused collectives, and decides on that device which calls run in kernels.
 
     Raises:
         CaptureError: the model is not one graph; names the user's line.
@@ -146,6 +150,7 @@ def compile(
         rewrites=as_rewrites(rewrites),
         recompute=as_recompute(recompute),
         fuse_collectives=fuse_collectives,
+        measured=None if tuned is None else Measurements.load(tuned),
         measure=MemoryPredictor().bytes,
         step_seconds=None if cost.cluster is None else _seconds_on(cost.cluster),
         zero=zero,
@@ -202,6 +207,7 @@ def compile(
         worlds=worlds.possible,
         separable=settings.separable,
         backend=backend,
+        measured=settings.measured,
         report=report,
         source=captured,
         plan=plan_of(unit.structure, unit.placed, settings.mesh, settings.micro_batches),

@@ -15,6 +15,7 @@ from msc.capture.captured import has_values
 from msc.codegen.kernel_calls.choice import KernelChoice, choose
 from msc.codegen.kernel_calls.device import kernels_for
 from msc.cost import Cluster
+from msc.cost.measurements import Measurements
 from msc.ir.dump import Dump
 from msc.ir.errors import InputError, UserError
 from msc.ir.flags import TRITON
@@ -70,6 +71,7 @@ class Program:
         worlds: Sequence[World] = (),
         separable: bool,
         backend: str,
+        measured: Measurements | None = None,
         report: CompileReport,
         source: Captured | Mapping[str, Tensor] | None,
         plan: Plan,
@@ -93,6 +95,7 @@ class Program:
         self.worlds = tuple(worlds) or (World(mesh, micro_batches),)
         self.separable = separable
         self.backend = backend
+        self.measured = measured
         self.report = report
         self.plan = plan
         self._explainer = explainer
@@ -156,7 +159,7 @@ class Program:
         """The choice for a device, that of explanations and of virtual ranks: it knows failures."""
         key = (device, TRITON.text)
         if key not in self._choices:
-            self._choices[key] = choose(torch.device(device), self.rank_graphs)
+            self._choices[key] = choose(torch.device(device), self.rank_graphs, self.measured)
         return self._choices[key]
 
     def memory_bytes(self) -> list[int]:
@@ -419,6 +422,7 @@ class Program:
                 "micro_batches": self.micro_batches,
                 "classes": list(self.class_digests),
                 "tp_bounds": list(self.tp_bounds),
+                "measured": "" if self.measured is None else self.measured.digest,
             }
         )
 

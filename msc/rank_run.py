@@ -198,7 +198,9 @@ class RankRun:
         backend = cast(Backend, self.program.backend)
         timeout = self.job.timeout
         mesh = self.program.mesh
-        return ProcessExecutor(mesh, graph, backend, timeout, before_update, rank_of)
+        return ProcessExecutor(
+            mesh, graph, backend, timeout, before_update, rank_of, self.program.measured
+        )
 
     def evaluator(self) -> tuple[fx.GraphModule, ProcessExecutor]:
         """The forward part of this rank's graph, and what runs it; collective the first time."""

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from msc.capture.inputs import InputInfo, InputSpec
+from msc.cost.measurements import Measurements
 from msc.initialization import recipe_from_json
 from msc.ir.data_shard import DataShard
 from msc.ir.dump import make_folder
@@ -37,7 +38,7 @@ from msc.report import CompileReport, ScheduleReport
 from msc.saved_tensors import SavedTensors
 
 FORMAT = "msc program"
-VERSION = 3
+VERSION = 4
 PROGRAM = "program.json"
 TENSORS = "model.safetensors"
 
@@ -94,6 +95,7 @@ def load_program(folder: str | Path, rank: int | None = None) -> Program:
         micro_batches=data["micro_batches"],
         separable=data["separable"],
         backend=data["backend"],
+        measured=None if data["measured"] is None else Measurements.load(data["measured"]),
         report=_report(data["report"]),
         source=source,
         plan=Plan.load(data["plan"]),
@@ -176,6 +178,7 @@ def describe(program: Program) -> dict[str, Any]:
         "micro_batches": program.micro_batches,
         "separable": program.separable,
         "backend": program.backend,
+        "measured": None if program.measured is None else program.measured.to_json(),
         "report": {**program.report.to_json(), "search_cost": program.report.search_cost},
         "plan": program.plan.to_json(),
         "has_tensors": bool(_stored(program)),

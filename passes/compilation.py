@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from msc.cost import CostModel
+from msc.cost.measurements import Measurements
 from msc.ir.data_shard import DataShard
 from msc.ir.layout import rank_class
 from msc.ir.mesh import Mesh
@@ -47,7 +48,8 @@ class Settings:
     optimizers: of the parameters that are in a group, its hyperparameters; zero: what is split over
     dp: 1 optimizer state, 2 gradients too, 3 parameters too; shard_group: among so many neighbours;
     fuse_collectives: whether collectives become one op with their GEMMs, "auto": where that pays on
-    a cluster; in_flight: so many gathers, and so many reductions, of a group may be on their way.
+    a cluster; measured: what `msc tune` found; in_flight: so many gathers, and so many reductions,
+    of a group may be on their way.
     """
 
     mesh: Mesh
@@ -72,6 +74,7 @@ class Settings:
     measure: Callable[[fx.GraphModule], int] | None = None
     step_seconds: StepSeconds | None = None
     fuse_collectives: bool | str = "auto"
+    measured: Measurements | None = None
 
     def optimizer_of(self, name: str) -> Optimizer:
         """The hyperparameters of one parameter."""

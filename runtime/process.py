@@ -15,6 +15,7 @@ from msc.codegen.devices import on_device
 from msc.codegen.emit import emit
 from msc.codegen.inductor import compile_graph
 from msc.codegen.kernel_calls.choice import choose
+from msc.cost.measurements import Measurements
 from msc.ir import actions
 from msc.ir.communication import fused_nodes, used_channels, used_groups
 from msc.ir.errors import InputError
@@ -39,6 +40,7 @@ class ProcessExecutor:
     before_update: called before each action that writes into parameters or moments.
     rank_of: makes the rank's side of the program from (mesh, rank, groups, before_update), in place
         of `ProcessRank`: one that records what it does.
+    measured: what `msc tune` found, to choose kernels by.
 
     Creating it is collective: every rank of `mesh` must do so.
     """
@@ -51,6 +53,7 @@ class ProcessExecutor:
         timeout: timedelta | None = None,
         before_update: Callable[[], None] | None = None,
         rank_of: Callable[..., ProcessRank] | None = None,
+        measured: Measurements | None = None,
     ) -> None:
         self._graph = rank_graph
         self._timeout = timeout
@@ -61,7 +64,7 @@ class ProcessExecutor:
         self.join()
         if self.groups.device.type != "cpu":
             rank_graph = on_device(rank_graph, self.groups.device)
-        choice = choose(self.groups.device, [rank_graph])
+        choice = choose(self.groups.device, [rank_graph], measured)
         compiler = compile_graph if backend == "inductor" else None
         self.emitted = emit(rank_graph, "process", compiler, choice)
         self._program = self.emitted.program

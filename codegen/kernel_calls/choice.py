@@ -29,7 +29,8 @@ from msc.codegen.kernel_calls.norm import (
     rms_norm_backward,
 )
 from msc.codegen.kernel_calls.optimizer import adam, lamb, lamb_sums
-from msc.codegen.kernels.description import Kernel, Target
+from msc.codegen.kernels.description import Kernel, Target, Tiles
+from msc.cost.measurements import ATEN, Measurements
 from msc.ir import actions
 from msc.ir.communication import graphs_below
 from msc.ir.errors import PlanError
@@ -49,12 +50,13 @@ class OpKernels:
 
     maker: `maker(target, *args, **kwargs)` says how they compute a call, or raises `PlanError` with
     the reason why not. why: what they are better at. library: why the library of CUDA is preferred
-    to them, where it is.
+    to them, where it is. tiled: its maker takes `tiles`, of `product_space`.
     """
 
     maker: Callable[..., Plan]
     why: str
     library: str = ""
+    tiled: bool = False
 
 
 def _unfused(target: Target, *args: Any, **kwargs: Any) -> Plan:
@@ -74,9 +76,9 @@ _LOSS = "no exponentials in memory"
 _STEP = "all tensors in one launch; gradients are scaled and cast as they are read"
 
 OPS: dict[Any, OpKernels] = {
-    LINEAR: OpKernels(linear, *_PRODUCT),
-    LINEAR_DGRAD: OpKernels(linear_dgrad, *_PRODUCT),
-    LINEAR_WGRAD: OpKernels(linear_wgrad, *_PRODUCT),
+    LINEAR: OpKernels(linear, *_PRODUCT, tiled=True),
+    LINEAR_DGRAD: OpKernels(linear_dgrad, *_PRODUCT, tiled=True),
+    LINEAR_WGRAD: OpKernels(linear_wgrad, *_PRODUCT, tiled=True),
     ATTENTION: OpKernels(attention, _ATTENTION),
     ATTENTION_BACKWARD: OpKernels(attention_backward, _ATTENTION),
     aten.native_layer_norm.default: OpKernels(layer_norm, _NORM),
@@ -99,7 +101,8 @@ class Decision:
     """What became of equal calls of an op: of the same shapes and dtypes.
 
     where: " in " and the first one's module path, if it has one. calls: in the distinct graphs.
-    kernels: names; none where ATen computes it.
+    kernels: names; none where ATen computes it. slower: there are kernels, and ATen was measured
+    to be faster.
     """
 
     op: str
@@ -107,6 +110,7 @@ class Decision:
     calls: int
     kernels: tuple[str, ...]
     reason: str
+    slower: bool = False
 
     def __str__(self) -> str:
         by = f"Triton, {', '.join(self.kernels)}" if self.kernels else "ATen"
@@ -115,19 +119,23 @@ class Decision:
 
 
 class _Entry:
-    def __init__(self, op: str, where: str, call: KernelCall | None, reason: str) -> None:
+    def __init__(
+        self, op: str, where: str, call: KernelCall | None, reason: str, slower: bool = False
+    ) -> None:
         self.op = op
         self.where = where
         self.call = call
         self.reason = reason
+        self.slower = slower
         self.nodes: dict[fx.Node, None] = {}
 
 
 class KernelChoice:
     """The choice for each call of the graphs that are looked at, and the kernels it takes."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, measured: Measurements | None = None) -> None:
         self.kernels = kernels
+        self._measured = measured
         self._entries: dict[Any, _Entry] = {}
 
     def of(self, node: fx.Node) -> KernelCall | None:
@@ -152,7 +160,7 @@ class KernelChoice:
             failure = "" if call is None else call.failure
             names = () if call is None or failure else tuple(x.name for x in call.kernels)
             own = (entry.op, entry.where, len(entry.nodes), names, failure or entry.reason)
-            found.append(Decision(*own))
+            found.append(Decision(*own, entry.slower))
         return found
 
     @property
@@ -161,7 +169,10 @@ class KernelChoice:
         if self.kernels.target is None:
             return (f"ATen computes every op: {self.kernels.reason}",)
         place = f"Triton kernels on {self.kernels.target.name}: {self.kernels.reason}"
-        return (place, *map(str, self.decisions))
+        notes = []
+        if self._measured is not None and self._measured.device != self.kernels.device:
+            notes.append(f"What was measured is of {self._measured.device}: it does not count here")
+        return (place, *notes, *map(str, self.decisions))
 
     @property
     def sources(self) -> list[Kernel]:
@@ -190,14 +201,67 @@ class KernelChoice:
         name = target.__name__ if acts else str(target).removesuffix(".default")
         path = node.meta.get("module_path")
         where = f" in {path}" if path else ""
-        if op.library and not self.kernels.everywhere:
+        way, why = "", op.why
+        if measured := self._measured_of(node):
+            way, why = _fastest(measured)
+            if way == ATEN:
+                return _Entry(name, where, None, why, slower=True)
+        elif op.library and not self.kernels.everywhere:
             return _Entry(name, where, None, op.library)
         try:
-            plan = op.maker(self.kernels.target, *args, **kwargs)
+            tiles = tiles_of(way) if measured else None
+            assert self.kernels.target is not None
+            plan = make_plan(self.kernels.target, node.target, args, kwargs, tiles)
         except PlanError as error:
             return _Entry(name, where, None, str(error))
         call = KernelCall(name, where, plan, _not_taken if acts else function_of(target))
-        return _Entry(name, where, call, op.why)
+        return _Entry(name, where, call, why)
+
+    def _measured_of(self, node: fx.Node) -> Mapping[str, float]:
+        """The seconds of a call on this very kind of device, if `msc tune` measured it there."""
+        measured = self._measured
+        if measured is None or measured.device != self.kernels.device:
+            return {}
+        return measured.of(node)
+
+
+def make_plan(
+    target: Target, op: Any, args: Any, kwargs: Mapping[str, Any], tiles: Tiles | None = None
+) -> Plan:
+    """How kernels compute a call of `op`, a key of `OPS`; `PlanError` where they do not."""
+    cut = {} if tiles is None else {"tiles": tiles}
+    return OPS[op].maker(target, *args, **kwargs, **cut)
+
+
+_TRITON = "Triton"
+
+
+def way_of(tiles: Tiles | None) -> str:
+    """What a call in kernels is called among the ways that were measured."""
+    return _TRITON if tiles is None else f"{_TRITON} {tiles}"
+
+
+def tiles_of(way: str) -> Tiles | None:
+    """The tiles of a way in kernels; `PlanError` if it names none."""
+    try:
+        return None if way == _TRITON else Tiles.parse(way.removeprefix(f"{_TRITON} "))
+    except ValueError as error:
+        raise PlanError(f"It was measured as '{way}': {error}") from error
+
+
+def _fastest(measured: Mapping[str, float]) -> tuple[str, str]:
+    """The fastest way, and why it is taken."""
+    best = min(measured, key=measured.__getitem__)
+    others = [way for way in measured if (way == ATEN) != (best == ATEN)]
+    text = f"measured: {_us(measured[best])}"
+    if others:
+        other = min(others, key=measured.__getitem__)
+        text += f", {'ATen' if other == ATEN else 'kernels'} {_us(measured[other])}"
+    return best, text
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:,.1f} us"
 
 
 def _not_taken(*args: Any, **kwargs: Any) -> None:
@@ -213,9 +277,16 @@ def _described(value: Any) -> Any:
     )
 
 
-def choose(device: torch.device, graphs: Iterable[fx.GraphModule]) -> KernelChoice:
-    """The choice for a device, with a warning where `MSC_TRITON` asks for what there is not."""
-    choice = KernelChoice(kernels_on(device)).look_at(graphs)
+def choose(
+    device: torch.device,
+    graphs: Iterable[fx.GraphModule],
+    measured: Measurements | None = None,
+) -> KernelChoice:
+    """The choice for a device, with a warning where `MSC_TRITON` asks for what there is not.
+
+    measured: what `msc tune` found; it counts on the device that it is of.
+    """
+    choice = KernelChoice(kernels_on(device), measured).look_at(graphs)
     missing = _missing(choice)
     if missing:
         warnings.warn(missing, RuntimeWarning, stacklevel=2)
@@ -227,7 +298,7 @@ def _missing(choice: KernelChoice) -> str:
         return ""
     if choice.kernels.target is None:
         return f"No Triton kernels are used: {choice.kernels.reason}."
-    lines = [f"  {each}" for each in choice.decisions if not each.kernels]
+    lines = [f"  {each}" for each in choice.decisions if not (each.kernels or each.slower)]
     return (
         "\n".join(["These calls have no Triton kernel and run in ATen:", *lines]) if lines else ""
     )

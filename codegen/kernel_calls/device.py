@@ -9,6 +9,7 @@ import torch
 
 from msc.codegen.kernels.description import INTERPRETER, SM_80, SM_90, TARGETS, Target
 from msc.codegen.kernels.launch import interpreting
+from msc.cost.measurements import device_name
 from msc.ir.errors import UserError
 from msc.ir.flags import TRITON
 
@@ -21,13 +22,15 @@ class Kernels:
     """Where kernels may be used: on `target`, or on none, with the reason.
 
     everywhere: also where the vendor's library is preferred. asked: the user asked for kernels, so
-    that a call which has none is worth a warning.
+    that a call which has none is worth a warning. device: its name among measurements, "" where
+    none is here.
     """
 
     target: Target | None
     reason: str
     everywhere: bool = False
     asked: bool = False
+    device: str = ""
 
 
 def kernels_on(device: torch.device) -> Kernels:
@@ -76,7 +79,8 @@ def _interpreter(device: torch.device) -> Kernels:
             f"{TRITON.name}=interpret was set after Triton had been imported, which is when it "
             "decides how kernels run. Set it, or TRITON_INTERPRET=1, before Python starts."
         )
-    return Kernels(INTERPRETER, f"{TRITON.name}=interpret", everywhere=True, asked=True)
+    name = device_name(device, interpreted=True)
+    return Kernels(INTERPRETER, f"{TRITON.name}=interpret", True, True, name)
 
 
 def _on_cuda(device: torch.device, everywhere: bool) -> Kernels:
@@ -89,4 +93,5 @@ def _on_cuda(device: torch.device, everywhere: bool) -> Kernels:
         reason = f"kernels are checked for {checked}, and this is {properties.name}"
         return Kernels(None, reason, asked=everywhere)
     target = dataclasses.replace(found, processors=properties.multi_processor_count)
-    return Kernels(target, f"CUDA, {properties.name}", everywhere, everywhere)
+    reason = f"CUDA, {properties.name}"
+    return Kernels(target, reason, everywhere, everywhere, device_name(device))

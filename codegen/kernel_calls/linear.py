@@ -8,7 +8,7 @@ from torch import Tensor
 
 from msc.codegen.kernel_calls.call import Launches, Plan, dense, is_dense, one_dtype, rows
 from msc.codegen.kernels import gemm
-from msc.codegen.kernels.description import Kernel, Target
+from msc.codegen.kernels.description import Kernel, Target, Tiles
 from msc.codegen.kernels.epilogue import Epilogue
 from msc.codegen.kernels.gemm import Gemm
 from msc.codegen.kernels.tiles import product_tiles
@@ -16,7 +16,13 @@ from msc.ir.errors import PlanError
 
 
 def linear(
-    target: Target, x: Tensor, w: Tensor, b: Tensor | None = None, transposed: bool = False
+    target: Target,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None = None,
+    transposed: bool = False,
+    *,
+    tiles: Tiles | None = None,
 ) -> Plan:
     """`x @ w.T + b`, the bias in the epilogue."""
     dtype = one_dtype("linear", x, w, b)
@@ -24,7 +30,7 @@ def linear(
     n = w.numel() // max(1, k)
     layout = "kn" if transposed else "nk"
     size = (x.numel() // max(1, k), n, k)
-    kernel = _product(target, dtype, size, "mk", layout, bias=b is not None)
+    kernel = _product(target, dtype, size, "mk", layout, tiles, bias=b is not None)
 
     def run(
         x: Tensor, w: Tensor, b: Tensor | None = None, transposed: bool = False
@@ -44,6 +50,8 @@ def linear_dgrad(
     w: Tensor,
     transposed: bool = False,
     sum_with: Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
 ) -> Plan:
     """`gy @ w`, plus what it is summed with in the epilogue, which the result may overwrite."""
     dtype = one_dtype("linear_dgrad", gy, w, sum_with)
@@ -51,7 +59,7 @@ def linear_dgrad(
     k = w.numel() // max(1, n)
     layout = "nk" if transposed else "kn"
     size = (gy.numel() // max(1, n), k, n)
-    kernel = _product(target, dtype, size, "mk", layout, residual=sum_with is not None)
+    kernel = _product(target, dtype, size, "mk", layout, tiles, residual=sum_with is not None)
 
     def run(
         gy: Tensor, w: Tensor, transposed: bool = False, sum_with: Tensor | None = None
@@ -74,12 +82,14 @@ def linear_dgrad(
     return Plan((kernel,), run, over if sum_with is not None else None)
 
 
-def linear_wgrad(target: Target, gy: Tensor, x: Tensor, transposed: bool = False) -> Plan:
+def linear_wgrad(
+    target: Target, gy: Tensor, x: Tensor, transposed: bool = False, *, tiles: Tiles | None = None
+) -> Plan:
     """`gy.T @ x`, or transposed `x.T @ gy`, over all rows."""
     dtype = one_dtype("linear_wgrad", gy, x)
     n, k = gy.shape[-1], x.shape[-1]
     m, other = (k, n) if transposed else (n, k)
-    kernel = _product(target, dtype, (m, other, gy.numel() // max(1, n)), "km", "kn")
+    kernel = _product(target, dtype, (m, other, gy.numel() // max(1, n)), "km", "kn", tiles)
 
     def run(gy: Tensor, x: Tensor, transposed: bool = False) -> tuple[Launches, Tensor]:
         gw = gy.new_empty((m, other))
@@ -95,11 +105,12 @@ def _product(
     size: tuple[int, int, int],
     a_layout: str,
     b_layout: str,
+    tiles: Tiles | None,
     **epilogue: Any,
 ) -> Kernel:
     m, n, k = size
     if not m * n * k:
         raise PlanError(f"linear: a product of {m} by {n} over {k} is empty")
     own = Epilogue(**epilogue)
-    tiles = product_tiles(target, size, dtype, own)
-    return gemm.emit(Gemm(m, n, k, dtype, target, tiles, a_layout, b_layout, own))
+    cut = tiles or product_tiles(target, size, dtype, own)
+    return gemm.emit(Gemm(m, n, k, dtype, target, cut, a_layout, b_layout, own))

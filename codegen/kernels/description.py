@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,19 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     parts: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.m}x{self.n}x{self.k} g{self.group} w{self.warps} s{self.stages} p{self.parts}"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Tiles:
+        """The tiles that `str` wrote; `ValueError` for other text."""
+        found = re.fullmatch(r"(\d+)x(\d+)x(\d+) g(\d+) w(\d+) s(\d+) p(\d+)", text)
+        if found is None:
+            raise ValueError(f"{text!r} names no tiles")
+        return cls(*map(int, found.groups()))
 
     @property
     def constants(self) -> dict[str, int]:

@@ -72,6 +72,36 @@ def product_tiles(
     return gemm_tiles(target) if epilogue == Epilogue() else epilogue_tiles(target)
 
 
+def product_space(target: Target) -> tuple[Tiles, ...]:
+    """Tiles among which a product's fastest may be; not all pass the gate with every epilogue."""
+    if target.interpreted:
+        return (Tiles(64, 64, 64), Tiles(32, 64, 64))
+    if target.has_tensor_memory_accelerator:
+        return (
+            Tiles(128, 256, 64, warps=8, stages=4, parts=2),
+            Tiles(128, 256, 64, warps=8, stages=3, parts=2),
+            Tiles(128, 256, 64, warps=8, stages=3),
+            Tiles(256, 128, 64, warps=8, stages=3),
+            Tiles(128, 128, 64, warps=8, stages=4),
+            Tiles(128, 128, 64, warps=4, stages=4),
+            Tiles(128, 128, 128, warps=8, stages=3),
+            Tiles(64, 256, 64, warps=4, stages=4),
+            Tiles(64, 128, 64, warps=4, stages=5),
+            Tiles(64, 128, 128, warps=4, stages=4),
+        )
+    return (
+        Tiles(128, 256, 32, warps=8, stages=3),
+        Tiles(256, 128, 32, warps=8, stages=3),
+        Tiles(128, 256, 64, warps=8, stages=3),
+        Tiles(128, 128, 32, warps=8, stages=4),
+        Tiles(128, 128, 32, warps=4, stages=4),
+        Tiles(128, 128, 64, warps=4, stages=3),
+        Tiles(128, 64, 32, warps=4, stages=4),
+        Tiles(64, 128, 32, warps=4, stages=4),
+        Tiles(64, 64, 64, warps=4, stages=4),
+    )
+
+
 def fitting(length: int, most: int) -> int:
     """The power of two from 16 to `most` that holds `length`, or `most`."""
     return min(most, max(16, power_of_two(length)))

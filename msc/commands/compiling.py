@@ -13,6 +13,7 @@ import msc
 from msc.build_target import load_target
 from msc.command_exit import DIFFERENT, Json, guarded
 from msc.commands.options import (
+    OPTIMIZERS,
     ClusterFile,
     DType,
     Fuse,
@@ -29,6 +30,7 @@ from msc.commands.options import (
     Schedule,
     ShardGroup,
     Target,
+    TunedFile,
     VirtualStages,
     Zero,
 )
@@ -36,12 +38,6 @@ from msc.ir.errors import UserError
 from msc.pins_file import load_pins
 from msc.summary import compile_json, print_compile, print_verify, verify_json
 
-_OPTIMIZERS = {
-    Optimizer.adamw: msc.AdamW,
-    Optimizer.adam: msc.Adam,
-    Optimizer.sgd: msc.SGD,
-    Optimizer.lamb: msc.LAMB,
-}
 _FUSE: dict[Fuse, bool | str] = {Fuse.auto: "auto", Fuse.on: True, Fuse.off: False}
 
 
@@ -109,6 +105,7 @@ def compile_command(
     memory: Memory = None,
     recompute: RecomputeOption = "none",
     fuse_collectives: FuseOption = Fuse.auto,
+    tuned: TunedFile = None,
     plan: PlanFile = None,
     pins: PinsFile = None,
     save_plan: Annotated[
@@ -137,6 +134,7 @@ def compile_command(
             memory=memory,
             recompute=recompute,
             fuse_collectives=_FUSE[fuse_collectives],
+            tuned=tuned,
             plan=plan,
         )
         if save_plan is not None:
@@ -164,6 +162,7 @@ def explain(
     mesh: MeshOption = "",
     microbatches: MicroBatches = 1,
     cluster: ClusterFile = None,
+    tuned: TunedFile = None,
     plan: PlanFile = None,
     pins: PinsFile = None,
     html: Annotated[
@@ -174,7 +173,13 @@ def explain(
 
     def action() -> Callable[[], int]:
         program = _compiled(
-            target, pins, mesh=mesh, microbatches=microbatches, cluster=cluster, plan=plan
+            target,
+            pins,
+            mesh=mesh,
+            microbatches=microbatches,
+            cluster=cluster,
+            tuned=tuned,
+            plan=plan,
         )
         explanation = program.explain(module, html=html)
 
@@ -202,6 +207,7 @@ def simulate(
     precision: Precision = None,
     recompute: RecomputeOption = "none",
     fuse_collectives: FuseOption = Fuse.auto,
+    tuned: TunedFile = None,
     plan: PlanFile = None,
     pins: PinsFile = None,
     trace: Annotated[
@@ -225,6 +231,7 @@ def simulate(
             cluster=cluster,
             recompute=recompute,
             fuse_collectives=_FUSE[fuse_collectives],
+            tuned=tuned,
             plan=plan,
         )
         result = program.simulate(cluster)
@@ -256,7 +263,7 @@ def _compiled(
         built.inputs,
         loss_fn=built.loss_fn,
         pins=load_pins(pins),
-        optimizer=None if optimizer is None else _OPTIMIZERS[optimizer](),
+        optimizer=None if optimizer is None else OPTIMIZERS[optimizer](),
         precision=None if precision is None else precision.value,
         recompute=_recompute(recompute),
         **options,

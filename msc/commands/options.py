@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+import msc
 from msc.passes.schedules.rules import SCHEDULES
 
 
@@ -28,6 +29,13 @@ class Optimizer(StrEnum):
     sgd = "sgd"
     lamb = "lamb"
 
+
+OPTIMIZERS = {
+    Optimizer.adamw: msc.AdamW,
+    Optimizer.adam: msc.Adam,
+    Optimizer.sgd: msc.SGD,
+    Optimizer.lamb: msc.LAMB,
+}
 
 Target = Annotated[
     str,
@@ -93,6 +101,9 @@ FuseOption = Annotated[
         "--fuse-collectives",
         help="Make collectives one op with their GEMMs: where it pays on the cluster, on or off.",
     ),
+]
+TunedFile = Annotated[
+    Path | None, typer.Option("--tuned", help="Go by what 'msc tune' has measured in this file.")
 ]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", help="Take placements from this file; search nothing.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from msc.cost.fused import fused_call
+from msc.cost.measurements import FusedSeconds
 from msc.cost.topology import group_spans
 from msc.ir.groups import Group
 from msc.passes.block_time import block_time
@@ -46,11 +47,14 @@ class _Trial:
 def best_form(gm: fx.GraphModule, place: Place, settings: Settings) -> tuple[Place | None, str]:
     """The form in which a place is best fused, and what it saves; or None, and why it is not.
 
-    A gather's weight gradients are in the op, or stay outside to hide another collective.
+    A gather's weight gradients are in the op, or stay outside to hide another collective. What
+    `msc tune` has measured goes before what is modelled, and before the floors of other systems;
+    without a cluster it decides alone.
     """
+    measured = _measured(gm, place, settings)
     if settings.cost.cluster is None:
-        return None, _NO_CLUSTER
-    if against := _against(gm, place, settings):
+        return _by_measurement(place, measured) if measured else (None, _NO_CLUSTER)
+    if not measured and (against := _against(gm, place, settings)):
         return None, against
     before = _time(gm, settings)
     found = [_try(gm, place, form, before, settings) for form in range(len(_forms(place)))]
@@ -58,6 +62,24 @@ def best_form(gm: fx.GraphModule, place: Place, settings: Settings) -> tuple[Pla
     if best.pays:
         return _forms(place)[best.form], f", {_us(best.gain)} of {_us(best.pair)} saved"
     return None, _why_not(best)
+
+
+def _measured(gm: fx.GraphModule, place: Place, settings: Settings) -> dict[int, FusedSeconds]:
+    """What was measured of a place, by form."""
+    if settings.measured is None:
+        return {}
+    nodes = (fuse(_forms(_same(_copy(gm), place))[form]) for form in range(len(_forms(place))))
+    found = enumerate(map(settings.measured.fused, nodes))
+    return {form: seconds for form, seconds in found if seconds is not None}
+
+
+def _by_measurement(place: Place, found: dict[int, FusedSeconds]) -> tuple[Place | None, str]:
+    form = max(found, key=lambda each: found[each].apart - found[each].fused)
+    gain, pair = found[form].apart - found[form].fused, found[form].apart
+    if gain >= LEAST_GAIN * pair:
+        return _forms(place)[form], f", {_us(gain)} of {_us(pair)} saved as measured"
+    fused = _us(found[form].fused)
+    return None, f"measured, it takes {fused}; one after the other takes {_us(pair)}"
 
 
 def _why_not(trial: _Trial) -> str:
