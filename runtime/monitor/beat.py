@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from itertools import starmap
+from types import MappingProxyType
 from typing import NamedTuple
 
 MAX_BYTES = 60_000
@@ -30,8 +31,7 @@ class RankBeat(NamedTuple):
     started: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(NamedTuple):
     """One node. sent_s: by its clock. ports: bytes received and sent, and errors, of each network
     interface. lines: of its logs that match a known error.
     """
@@ -39,7 +39,7 @@ class Beat:
     node: str
     sent_s: float
     ranks: tuple[RankBeat, ...]
-    ports: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    ports: Mapping[str, tuple[int, int, int]] = MappingProxyType({})
     lines: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
@@ -58,11 +58,11 @@ class Beat:
     def from_bytes(data: bytes) -> Beat:
         """What `to_bytes` gave; `ValueError` for anything else."""
         try:
-            node, sent, ranks, ports, lines = json.loads(data)
+            node, sent, ranks, ports, lines = json.loads(str(data, "utf-8"))
             return Beat(
                 str(node),
                 float(sent),
-                tuple(map(RankBeat._make, ranks)),
+                tuple(starmap(RankBeat, ranks)),
                 {name: (a, b, c) for name, (a, b, c) in ports.items()},
                 tuple(map(str, lines)),
             )

@@ -38,19 +38,28 @@ class Event:
         return f"{self.kind}: {who}: {self.detail}"
 
 
-@dataclass
+@dataclass(slots=True)
 class _Rank:
+    """What is known of a rank. at_s, beat: when its window began; stepped_s: when its step did.
+
+    Of its newest beat a few fields alone: to keep all beats of all ranks costs more time, in memory
+    that is out of the caches, than to read them.
+    """
+
     at_s: float
     beat: RankBeat
     stepped_s: float
-    newest: RankBeat
+    step: int
+    phase: str
+    waits_s: float
+    last: str
     state: str = "running"
     stuck: bool = False
     step_time: Band = field(default_factory=Band)
     traffic: Traffic = field(default_factory=Traffic)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Node:
     heard_s: float
     sent_s: float
@@ -83,33 +92,37 @@ class Watch:
             step = max((r.step for r in beat.ranks), default=0)
             ports = dict(beat.ports)
             node = _Node(now_s, beat.sent_s, ports, (beat.sent_s, step, ports))
-            node.errors = sum(port[2] for port in ports.values())
+            node.errors = _errors(beat)
             self._nodes[beat.node] = node
         found = []
         if node.missing:
             node.missing = False
             for number in node.ranks:
                 found.append(Event(RECOVERED, beat.node, number, "beats come again", now_s))
-        node.heard_s, node.sent_s = now_s, beat.sent_s
+        sent_s = beat.sent_s
+        node.heard_s, node.sent_s = now_s, sent_s
+        ranks, old_s = node.ranks, sent_s - self._full_s
         for rank in beat.ranks:
-            known = node.ranks.get(rank.rank)
+            number, state, phase, step, waits_s, last, _ = rank
+            known = ranks.get(number)
             if (
                 known is None
                 or known.stuck
-                or rank.state != known.state
-                or rank.step < known.beat.step
-                or (
-                    rank.step - known.beat.step >= _STEPS
-                    and beat.sent_s - known.at_s > self._full_s
-                )
+                or state != known.state
+                or step < known.beat.step
+                or (known.at_s < old_s and step - known.beat.step >= _STEPS)
             ):
                 found += self._rank(beat, node, rank, now_s)
             else:  # nearly always: there is nothing to say of it
-                if rank.step > known.newest.step:
-                    known.stepped_s = beat.sent_s
-                known.newest = rank
-        errors = sum(port[2] for port in beat.ports.values())
-        if errors != node.errors or beat.sent_s - node.ports_at[0] > self._full_s:
+                if step > known.step:
+                    known.step, known.stepped_s = step, sent_s
+                known.waits_s = waits_s
+                if phase != known.phase:
+                    known.phase = phase
+                if last != known.last:
+                    known.last = last
+        errors = _errors(beat)
+        if errors != node.errors or node.ports_at[0] < old_s:
             node.errors = errors
             found += self._ports(beat, node, now_s)
         found += [Event(LOG, beat.node, -1, line, now_s) for line in beat.lines]
@@ -134,18 +147,17 @@ class Watch:
                 usual = rank.step_time.usual
                 # by the node's own clock: its last beat against the first one with this step
                 lasts = node.sent_s - rank.stepped_s
-                if usual is not None and rank.newest.phase not in ("ended", "idle"):
+                if usual is not None and rank.phase not in ("ended", "idle"):
                     if lasts > max(_STUCK * usual, MISSES * self._period_s):
                         stuck.append((name, rank, lasts, usual))
-        busy = [each for each in stuck if each[1].newest.waits_s < each[2] / 2]
+        busy = [each for each in stuck if each[1].waits_s < each[2] / 2]
         found = []
         for name, rank, lasts, usual in busy or stuck[:1]:
             if not rank.stuck:
                 rank.stuck = True
-                what = rank.newest
-                doing = f"phase {what.phase}" if busy else f"all ranks wait, it in {what.last}"
-                detail = f"step {what.step} lasts {lasts:.1f} s, usually {usual:.3g} s; {doing}"
-                found.append(Event(STEP_TIME, name, what.rank, detail, now_s))
+                doing = f"phase {rank.phase}" if busy else f"all ranks wait, it in {rank.last}"
+                detail = f"step {rank.step} lasts {lasts:.1f} s, usually {usual:.3g} s; {doing}"
+                found.append(Event(STEP_TIME, name, rank.beat.rank, detail, now_s))
         return found
 
     def _silent(self, now_s: float) -> list[Event]:
@@ -163,7 +175,9 @@ class Watch:
         known = node.ranks.get(new.rank)
         if known is None or new.step < known.beat.step:  # it begins, or goes back
             state = "running" if known is None else known.state
-            known = node.ranks[new.rank] = _Rank(beat.sent_s, new, beat.sent_s, new, state)
+            known = node.ranks[new.rank] = _Rank(
+                beat.sent_s, new, beat.sent_s, new.step, new.phase, new.waits_s, new.last, state
+            )
         if new.state != known.state:
             well = new.state in ("running", "unknown")
             kind = RECOVERED if well else PROCESS
@@ -171,12 +185,13 @@ class Watch:
             if well or new.phase != "ended":
                 yield Event(kind, beat.node, new.rank, where, now_s)
             known.state = new.state
-        if new.step > known.newest.step:
+        if new.step > known.step:
             known.stepped_s = beat.sent_s
             if known.stuck:
                 known.stuck = False
                 yield Event(RECOVERED, beat.node, new.rank, f"step {new.step} has begun", now_s)
-        known.newest = new
+        known.step, known.phase = new.step, new.phase
+        known.waits_s, known.last = new.waits_s, new.last
         steps = new.step - known.beat.step
         if self._is_window(steps, beat.sent_s - known.at_s):
             yield from self._window(beat, known, new, steps, now_s)
@@ -191,7 +206,11 @@ class Watch:
         said = known.step_time.look((beat.sent_s - known.at_s) / steps)
         yield from _told(STEP_TIME, beat.node, new.rank, "seconds a step", said, now_s)
         before = known.beat.started
-        counts = {axis: (n - before.get(axis, 0)) / steps for axis, n in new.started.items()}
+        if before.keys() == new.started.keys():
+            pairs = zip(new.started.items(), before.values(), strict=True)
+            counts = {axis: (n - old) / steps for (axis, n), old in pairs}
+        else:
+            counts = {axis: (n - before.get(axis, 0)) / steps for axis, n in new.started.items()}
         said = known.traffic.look(counts)
         yield from _told(TRAFFIC, beat.node, new.rank, "communications a step", said, now_s)
 
@@ -213,6 +232,13 @@ class Watch:
                     what = f"bytes a step on {name}"
                     yield from _told(TRAFFIC, beat.node, -1, what, said, now_s)
             node.ports_at = beat.sent_s, here, node.ports
+
+
+def _errors(beat: Beat) -> int:
+    total = 0
+    for _, _, errors in beat.ports.values():
+        total += errors
+    return total
 
 
 def _told(kind: str, node: str, rank: int, unit: str, said: str, now_s: float) -> Iterator[Event]:
