@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_dump import write_dump
 from msc.report import CompileReport
+from msc.runtime.fused_kernels.virtual import VirtualKernels
 from msc.runtime.memory.predict import MemoryPredictor
 from msc.runtime.simulate import SimulationResult, simulate_program
 from msc.runtime.state import RankState
@@ -156,7 +158,12 @@ class Program:
         """The choice for a device, that of explanations and of virtual ranks: it knows failures."""
         key = (device, TRITON.text)
         if key not in self._choices:
-            self._choices[key] = choose(torch.device(device), self.rank_graphs)
+            self._choices[key] = choose(
+                torch.device(device),
+                self.rank_graphs,
+                ranks=self.mesh.size,
+                unfused=_without_coroutines() if device == "cpu" else "",
+            )
         return self._choices[key]
 
     def memory_bytes(self) -> list[int]:
@@ -343,7 +350,14 @@ class Program:
 
     @cached_property
     def _virtual(self) -> VirtualExecutor:
-        return VirtualExecutor(self.mesh, self.rank_graph, choice=self._kernels_on("cpu"))
+        choice = self._kernels_on("cpu")
+        kernels = None
+        if choice.has_fused:
+            # what interprets kernels of several ranks is loaded only where that is asked for
+            from msc.testing.interpreter.queues import interpreted_together
+
+            kernels = VirtualKernels(choice, torch.device("cpu"), interpreted_together)
+        return VirtualExecutor(self.mesh, self.rank_graph, choice=choice, kernels=kernels)
 
     def run_virtual(
         self, batch: Any, state: list[RankState] | None = None, seed: int = 0
@@ -445,6 +459,16 @@ class Program:
         from msc.saving import save_program
 
         save_program(self, folder)
+
+
+def _without_coroutines() -> str:
+    """Why the kernels of several ranks cannot run together in the interpreter, or ""."""
+    if importlib.util.find_spec("greenlet") is not None:
+        return ""
+    return (
+        "in the interpreter ranks run their kernels in turns, in coroutines of greenlet, which is "
+        "not installed (pip install greenlet)"
+    )
 
 
 def load(folder: str | Path, rank: int | None = None) -> Program:

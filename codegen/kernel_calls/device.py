@@ -21,13 +21,16 @@ class Kernels:
     """Where kernels may be used: on `target`, or on none, with the reason.
 
     everywhere: also where the vendor's library is preferred. asked: the user asked for kernels, so
-    that a call which has none is worth a warning.
+    that a call which has none is worth a warning. ranks: so many run on the one device at once.
+    unfused: why the executor runs no kernels of fused collectives, or "".
     """
 
     target: Target | None
     reason: str
     everywhere: bool = False
     asked: bool = False
+    ranks: int = 1
+    unfused: str = ""
 
 
 def kernels_on(device: torch.device) -> Kernels:

@@ -18,15 +18,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from msc.codegen.kernels import protocol, tile_order
-from msc.codegen.kernels.description import Argument, Kernel, Target, Tiles, ceil_div
+from msc.codegen.kernels.description import Argument, Kernel, Target, Tiles, ceil_div, signature
 from msc.codegen.kernels.dtypes import check_dtype, on_tensor_cores, short
 from msc.codegen.kernels.product import Operand, Product, Span, described, use_descriptors
 from msc.codegen.kernels.protocol import Chunks
 from msc.codegen.kernels.source import fill, masked, module
+from msc.ir.errors import PlanError
 
 KERNEL = """
 @triton.jit(do_not_specialize=["rank", "want"])
-def gemm_scatter(a, b, c, slots, slots_of, counters, counters_of, rank, want):
+def gemm_scatter($arguments):
     for tile in range(tl.program_id(0), RANKS * CHUNK_TILES_M * TILES_N, PROGRAMS):
         chunk, tile_m, tile_n = tile_at(tile, rank)
         row = chunk * CHUNK + tile_m * BM
@@ -38,6 +39,7 @@ def gemm_scatter(a, b, c, slots, slots_of, counters, counters_of, rank, want):
         owner = tl.multiple_of(owner, 16)
         slot_rows = tile_m * BM + tl.arange(0, BM)
         slot_columns = column + tl.arange(0, BN)
+        <<add>>
         slot_at = (rank * CHUNK + slot_rows)[:, None]$wide * N + slot_columns[None, :]
         tl.store(owner + slot_at, acc.to(tl.$staged)$mask)
         counts = tl.load(counters_of + chunk).to(tl.pointer_type(tl.int32))
@@ -53,14 +55,23 @@ def gemm_scatter(a, b, c, slots, slots_of, counters, counters_of, rank, want):
         tl.store(c + slot_rows[:, None]$wide * N + slot_columns[None, :], total.to(tl.$result)$mask)
 """
 
+ADD_BIAS = """
+acc += tl.load(bias + slot_columns$column_mask).to(tl.float32)[None, :]
+"""
+
+ADD_ROWS = """
+own_at = (chunk * CHUNK + slot_rows)[:, None]$wide * N + slot_columns[None, :]
+acc += tl.load(residual + own_at$load_mask).to(tl.float32)
+"""
+
 
 @dataclass(frozen=True)
 class GemmScatter:
-    """c[m / ranks, n] = the sum over ranks of a[m, k] @ b, of the rows that this rank owns.
+    """c[m / ranks, n] = the sum over ranks of a[m, k] @ b + add, of the rows that this rank owns.
 
     a, b: this rank's part of the contraction; b_layout "nk" for the forward of a row-parallel
-    linear, "kn" for the input gradient of a column-parallel one. slots: [ranks, m / ranks, n] of
-    `staged`, counters: int32, one per tile of a chunk; `slots_of` and `counters_of` hold their
+    linear, "kn" for the input gradient of a column-parallel one. add: "" for nothing, or what each
+    rank adds of its own: "bias" [n] or "residual" [m, n]. slots: [ranks, m / ranks, n] of `staged`, counters: int32, one per tile of a chunk; `slots_of` and `counters_of` hold their
     addresses on every rank. The two sets of them are used in turns, and call number e (from 1)
     passes want = ranks * ((e + 1) // 2): how often each tile of this set was raised.
     """
@@ -74,13 +85,19 @@ class GemmScatter:
     tiles: Tiles
     b_layout: str = "nk"
     staged: str = ""
+    add: str = ""
+
+    def __post_init__(self) -> None:
+        if self.add not in ("", "bias", "residual"):
+            raise PlanError(f"linear + reduce-scatter adds a bias or a residual, not {self.add!r}")
 
     @property
     def name(self) -> str:
         """Unique among kernels."""
         staged = f"_via_{short(self.staged)}" if self.staged not in ("", self.dtype) else ""
+        added = f"_{self.add}" if self.add else ""
         return (
-            f"gemm_scatter_{self.b_layout}_tp{self.ranks}_{self.m}x{self.n}x{self.k}"
+            f"gemm_scatter_{self.b_layout}{added}_tp{self.ranks}_{self.m}x{self.n}x{self.k}"
             f"_{short(self.dtype)}{staged}"
         )
 
@@ -121,8 +138,28 @@ def emit(scatter: GemmScatter) -> Kernel:
     )
     programs = min(scatter.ranks * chunk_tiles * columns, scatter.target.processors)
     slots = Operand("slots", "mk", (scatter.m, scatter.n), staged)
+    arguments = (
+        a.argument(tiles),
+        b.argument(tiles),
+        Argument("c", "pointer", scatter.dtype),
+        *([Argument(scatter.add, "pointer", scatter.dtype)] if scatter.add else []),
+        Argument("slots", "pointer", staged),
+        Argument("slots_of", "table"),
+        Argument("counters", "pointer", "int32"),
+        Argument("counters_of", "table"),
+        Argument("rank", "int32"),
+        Argument("want", "int32"),
+    )
+    added = fill(
+        {"": "", "bias": ADD_BIAS, "residual": ADD_ROWS}[scatter.add],
+        wide=slots.wide,
+        column_mask=masked("" if column_span.exact else "slot_columns < N", other="0.0"),
+        load_mask=masked(*inside, other="0.0"),
+    )
     text = fill(
         KERNEL,
+        arguments=signature(arguments),
+        add=added,
         zeros=product.zeros(),
         steps=product.steps(row_span, (column_span,), Span("0", "K", scatter.k % tiles.k == 0)),
         staged=staged,
@@ -144,8 +181,8 @@ def emit(scatter: GemmScatter) -> Kernel:
     return Kernel(
         scatter.name,
         module(
-            f"c = reduce-scatter over {scatter.ranks} ranks of a[{scatter.m}, {scatter.k}] @ b, "
-            f"for {scatter.target.name}.",
+            f"c = reduce-scatter over {scatter.ranks} ranks of a[{scatter.m}, {scatter.k}] @ b"
+            f"{' + ' * bool(scatter.add)}{scatter.add}, for {scatter.target.name}.",
             constants,
             protocol.wait(through_tma=False),
             protocol.signal(),
@@ -153,17 +190,7 @@ def emit(scatter: GemmScatter) -> Kernel:
             text,
         ),
         "gemm_scatter",
-        (
-            a.argument(tiles),
-            b.argument(tiles),
-            Argument("c", "pointer", scatter.dtype),
-            Argument("slots", "pointer", staged),
-            Argument("slots_of", "table"),
-            Argument("counters", "pointer", "int32"),
-            Argument("counters_of", "table"),
-            Argument("rank", "int32"),
-            Argument("want", "int32"),
-        ),
+        arguments,
         (programs,),
         scatter.target,
         tiles.warps,
