@@ -301,7 +301,7 @@ class _Function:
     def _kernel_of(self, node: fx.Node) -> str:
         """The kernels that an action or a fused collective is to take, as its last argument."""
         chosen = self._emitter.fused if node.target in FUSED else self._emitter.chosen
-        call = chosen(node)
+        call: Any = chosen(node)
         if call is None:
             return ""
         return f", kernel={self._namespace.bind(op_name(call), call)}"

@@ -192,9 +192,8 @@ def _fire(entry: _Collective) -> None:
     if entry.together is not None:
         results = entry.together(arguments)
     else:
-        results: Sequence[Any] = collectives.run(
-            entry.kind, [token.inputs[0] for token in tokens], arguments
-        )
+        inputs = [token.inputs[0] for token in tokens]
+        results = collectives.run(entry.kind, inputs, arguments)
     for token, result in zip(tokens, results, strict=True):
         token.complete(result)
 

@@ -155,6 +155,7 @@ class VirtualRank(LocalActions):
     ) -> Generator[Token, Any, list[Tensor]]:
         """Gather and multiply; operands as those of the op, then the site."""
         *rest, size, group, site = operands
+        done: list[Tensor] | None
         done = yield from self._in_kernels(kernel, x, (dim, *rest, size, group), site)
         if done is not None:
             return done
@@ -166,6 +167,7 @@ class VirtualRank(LocalActions):
     ) -> Generator[Token, Any, Tensor]:
         """Multiply and reduce; operands as those of the op, then the site."""
         add, transposed, dim, size, group, site = operands
+        done: Tensor | None
         done = yield from self._in_kernels(kernel, x, (weight, *operands[:-1]), site)
         if done is not None:
             return done

@@ -37,7 +37,7 @@ from msc.codegen.kernel_calls.norm import (
     rms_norm_backward,
 )
 from msc.codegen.kernel_calls.optimizer import adam, lamb, lamb_sums
-from msc.codegen.kernels.description import Kernel, Target
+from msc.codegen.kernels.description import Kernel
 from msc.ir import actions
 from msc.ir.communication import graphs_below
 from msc.ir.errors import PlanError
@@ -259,13 +259,17 @@ def _described(value: Any) -> Any:
 
 
 def choose(
-    device: torch.device, graphs: Iterable[fx.GraphModule], *, ranks: int = 1, unfused: str = ""
+    device: torch.device,
+    graphs: Iterable[fx.GraphModule],
+    *,
+    shared: bool = False,
+    unfused: str = "",
 ) -> KernelChoice:
     """The choice for a device, with a warning where `MSC_TRITON` asks for what there is not.
 
-    ranks, unfused: as of `Kernels`.
+    shared, unfused: as of `Kernels`.
     """
-    kernels = dataclasses.replace(kernels_on(device), ranks=ranks, unfused=unfused)
+    kernels = dataclasses.replace(kernels_on(device), shared=shared, unfused=unfused)
     choice = KernelChoice(kernels).look_at(graphs)
     missing = _missing(choice)
     if missing:

@@ -21,7 +21,7 @@ class Kernels:
     """Where kernels may be used: on `target`, or on none, with the reason.
 
     everywhere: also where the vendor's library is preferred. asked: the user asked for kernels, so
-    that a call which has none is worth a warning. ranks: so many run on the one device at once.
+    that a call which has none is worth a warning. shared: all ranks of a group run on the device.
     unfused: why the executor runs no kernels of fused collectives, or "".
     """
 
@@ -29,7 +29,7 @@ class Kernels:
     reason: str
     everywhere: bool = False
     asked: bool = False
-    ranks: int = 1
+    shared: bool = False
     unfused: str = ""
 
 

@@ -98,7 +98,7 @@ class GatherPlan:
         """A rank's side; operands as those of the op."""
         rows_of_all = size * self.chunks.chunk
         whole = (*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 : -1])
-        widths = [weight.shape[1 if flag else 0] for weight, flag in zip(weights, transposed)]
+        widths = [w.shape[1 if flag else 0] for w, flag in zip(weights, transposed, strict=True)]
         made = [x.new_empty((rows_of_all, width)) for width in widths]
         launches: list[GatherLaunch] = []
         for kernel, numbers in self.products:
@@ -156,7 +156,7 @@ class BoundScatter:
 class ScatterPlan:
     """How a kernel computes an `msc.matmul_reduce_scatter`.
 
-    staged: [ranks, rows of a rank, columns] of what ranks store at each owner. counters: of one set.
+    staged: [ranks, rows of a rank, columns] of what ranks store at an owner. counters: of one set.
     """
 
     kernel: Kernel
@@ -248,52 +248,32 @@ def gather_plan(
     check_dtype(op, dtype)
     k = x.shape[-1]
     m = size * (x.numel() // max(1, k))
-    widths = [weight.shape[1 if flag else 0] for weight, flag in zip(weights, transposed)]
+    widths = [w.shape[1 if flag else 0] for w, flag in zip(weights, transposed, strict=True)]
     _not_empty(op, m, k, *widths, *(other.shape[-1] for other in others))
-    chunk = Chunks(m, size).chunk
-    # the library multiplies over rows as fast as any kernel, once all rows are there
-    apart = not kernels.everywhere and bool(weights)
-    columns = [] if apart else [other.shape[-1] for other in others]
     alike: dict[tuple[bool, bool], list[int]] = {}
     for number, (flag, bias) in enumerate(zip(transposed, biases, strict=True)):
         alike.setdefault((flag, bias is not None), []).append(number)
-    tiles = {
-        key: _gather_tiles(
-            target, (chunk, max(widths[n] for n in numbers), k), dtype, key[1], numbers
-        )
-        for key, numbers in alike.items()
-    }
-    count = sum(
-        size * ceil_div(chunk, tiles[key].m) * ceil_div(widths[number], tiles[key].n)
-        for key, numbers in alike.items()
-        for number in numbers
+    made = [
+        _product(target, (m, k), tuple(widths[n] for n in numbers), size, dtype, *form)
+        for form, numbers in alike.items()
+    ]
+    tiles = sum(map(_tile_count, made))
+    splits = splits_for(max(1, tiles), target.processors, Chunks(m, size).chunk)
+    products = [gather_gemm.emit(dataclasses.replace(each, splits=splits)) for each in made]
+    # the library multiplies over rows as fast as any kernel, once all rows are there
+    in_kernels = kernels.everywhere or not weights
+    over = [
+        _over_rows(target, (m, k, other.shape[-1]), first, size, dtype, splits)
+        for other, first in zip(others, is_first, strict=True)
+        if in_kernels
+    ]
+    return GatherPlan(
+        Chunks(m, size, splits),
+        k,
+        x.dtype,
+        tuple((kernel, tuple(n)) for kernel, n in zip(products, alike.values(), strict=True)),
+        tuple(over),
     )
-    splits = splits_for(max(1, count), target.processors, chunk)
-    products = tuple(
-        (
-            gather_gemm.emit(
-                GatherGemm(
-                    m,
-                    k,
-                    tuple(widths[number] for number in numbers),
-                    size,
-                    dtype,
-                    target,
-                    tiles[key],
-                    "kn" if key[0] else "nk",
-                    splits,
-                    Epilogue(bias=key[1]),
-                )
-            ),
-            tuple(numbers),
-        )
-        for key, numbers in alike.items()
-    )
-    over = tuple(
-        _over_rows(target, (m, k, n), first, size, dtype, splits)
-        for n, first in zip(columns, is_first)
-    )
-    return GatherPlan(Chunks(m, size, splits), k, x.dtype, products, over)
 
 
 def scatter_plan(
@@ -329,7 +309,7 @@ def scatter_plan(
         add=added,
     )
     kernel = gemm_scatter.emit(made)
-    if kernels.ranks > 1:
+    if kernels.shared:
         # launches of several ranks must overlap; each has a part of the device to itself
         kernel = dataclasses.replace(kernel, cooperative=False)
     return ScatterPlan(kernel, (size, chunk, n), made.counters, x.dtype)
@@ -342,13 +322,13 @@ def _target(kernels: Kernels, op: str, size: int) -> Target:
         raise PlanError(kernels.unfused)
     if size < 2:
         raise PlanError(f"{op}: a group of one rank moves nothing that could be hidden")
-    if kernels.ranks == 1 or kernels.target.interpreted:
+    if not kernels.shared:
         return kernels.target
-    processors = (kernels.target.processors - SPARE) // kernels.ranks
+    processors = (kernels.target.processors - SPARE) // size
     if processors < 1:
         raise PlanError(
-            f"{op}: the kernels of {kernels.ranks} ranks, which wait for each other, do not all fit "
-            f"on {kernels.target.processors} processors"
+            f"{op}: the kernels of {size} ranks, which wait for each other, do not fit on "
+            f"{kernels.target.processors} processors at once"
         )
     return dataclasses.replace(kernels.target, processors=processors)
 
@@ -358,12 +338,29 @@ def _not_empty(op: str, *sizes: int) -> None:
         raise PlanError(f"{op}: a product with sizes {', '.join(map(str, sizes))} is empty")
 
 
-def _gather_tiles(
-    target: Target, size: tuple[int, int, int], dtype: str, bias: bool, numbers: Sequence[int]
-) -> Tiles:
-    if len(numbers) > 1 and on_tensor_cores(dtype) and not target.interpreted:
-        return several_tiles(target)
-    return product_tiles(target, size, dtype, Epilogue(bias=bias))
+def _product(
+    target: Target,
+    gathered: tuple[int, int],
+    widths: tuple[int, ...],
+    ranks: int,
+    dtype: str,
+    transposed: bool,
+    bias: bool,
+) -> GatherGemm:
+    m, k = gathered
+    epilogue = Epilogue(bias=bias)
+    if len(widths) > 1 and on_tensor_cores(dtype) and not target.interpreted:
+        tiles = several_tiles(target)
+    else:
+        tiles = product_tiles(target, (m // ranks, max(widths), k), dtype, epilogue)
+    layout = "kn" if transposed else "nk"
+    return GatherGemm(m, k, widths, ranks, dtype, target, tiles, layout, epilogue=epilogue)
+
+
+def _tile_count(gather: GatherGemm) -> int:
+    tiles = gather.tiles
+    columns = sum(ceil_div(width, tiles.n) for width in gather.widths)
+    return gather.ranks * ceil_div(gather.chunks.chunk, tiles.m) * columns
 
 
 def _scatter_tiles(target: Target, size: tuple[int, int, int], dtype: str, added: str) -> Tiles:

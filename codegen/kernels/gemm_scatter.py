@@ -71,9 +71,10 @@ class GemmScatter:
 
     a, b: this rank's part of the contraction; b_layout "nk" for the forward of a row-parallel
     linear, "kn" for the input gradient of a column-parallel one. add: "" for nothing, or what each
-    rank adds of its own: "bias" [n] or "residual" [m, n]. slots: [ranks, m / ranks, n] of `staged`, counters: int32, one per tile of a chunk; `slots_of` and `counters_of` hold their
-    addresses on every rank. The two sets of them are used in turns, and call number e (from 1)
-    passes want = ranks * ((e + 1) // 2): how often each tile of this set was raised.
+    rank adds of its own: "bias" [n] or "residual" [m, n]. slots: [ranks, m / ranks, n] of `staged`,
+    counters: int32, one per tile of a chunk; `slots_of` and `counters_of` hold their addresses on
+    every rank. The two sets of them are used in turns, and call number e (from 1) passes
+    want = ranks * ((e + 1) // 2): how often each tile of this set was raised.
     """
 
     m: int

@@ -50,7 +50,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 # A mode that sees every op: what a module's initialization does to its parameters.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-LATE_IMPORTS = ("torch._functorch.aot_autograd",)
+LATE_IMPORTS = ("torch._functorch.aot_autograd", "torch.distributed._symmetric_memory")
 """Modules that are imported when something is compiled, which takes seconds."""
 
 
@@ -78,6 +78,49 @@ def named_group(
     assert isinstance(group, torch.distributed.ProcessGroup)  # this rank is a member
     _world.pg_group_ranks[group] = {member: place for place, member in enumerate(members)}
     return group
+
+
+class SymmetricMemory:
+    """Zeroed memory of each rank of a group that all of them reach, on CUDA devices of one host.
+
+    Collective, as is `barrier`. parts: the bytes of every rank, in order of the group. put_signal
+    and wait_signal are kernels on the current stream: a signal waits until the one before it from
+    the same rank to the same other was taken, and orders what came before it in its stream before
+    what comes after the wait in the other. RuntimeError where the devices cannot reach each other.
+    torch.distributed has no public name for any of it; these are in torch 2.11 and 2.13 alike.
+    """
+
+    def __init__(
+        self, size: int, device: torch.device, group: torch.distributed.ProcessGroup
+    ) -> None:
+        from torch.distributed import _symmetric_memory
+
+        self._own = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self._handle: Any = _symmetric_memory.rendezvous(self._own, group)
+        self._own.zero_()
+        self._handle.barrier()
+        self.parts = [
+            self._handle.get_buffer(rank, (size,), torch.uint8)
+            for rank in range(self._handle.world_size)
+        ]
+
+    def put_signal(self, rank: int) -> None:
+        """Tell another rank of the group."""
+        self._handle.put_signal(rank)
+
+    def wait_signal(self, rank: int) -> None:
+        """Wait to be told by another rank."""
+        self._handle.wait_signal(rank)
+
+
+def write_on_stream(flags: torch.Tensor, index: int, value: int) -> None:
+    """`flags[index] = value` (int32, CUDA) when all before it in the current stream is done.
+
+    The write is seen by other devices after what came before it (cuStreamWriteValue32).
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    _SymmetricMemory.stream_write_value32(flags.view(torch.uint32), index, value)
 
 
 def is_mutable(op: OpOverload) -> bool:

@@ -1,1 +1,1 @@
-"""Fused collectives in Triton kernels: memory that ranks share, and queues of copies and launches."""
+"""Fused collectives in Triton kernels: memory that ranks share, queues of copies and launches."""

@@ -23,19 +23,19 @@ from msc.codegen.kernels.description import Kernel
 from msc.codegen.kernels.launch import KernelError, prepare
 from msc.codegen.kernels.protocol import buffer_of
 from msc.runtime.fused_kernels.arena import Arena, layout_of
-from msc.runtime.fused_kernels.queues import Queues, Together
+from msc.runtime.fused_kernels.queues import Connection, Queues
 
-MakeMemory = Callable[[int], Sequence[Tensor] | str]
-"""Makes so many zeroed bytes of each rank that all of them can reach, or says why there are none:
-on all ranks alike."""
+Connect = Callable[[int], Connection | str]
+"""Connects the ranks by so many bytes each, or says why it cannot: on all ranks alike."""
 
 
 class FusedGroup:
     """The fused kernels of a group of `size` ranks, as the process sees it that runs `positions`.
 
-    calls: all of the group's (`KernelChoice.fused_over`). agree: takes what is wrong on the ranks of
-    this process, "" for nothing, and gives what is wrong on any rank of the group; with `memory` it
-    is all that ranks do together before their kernels meet. Buffers are made at the first call.
+    calls: all of the group's (`KernelChoice.fused_over`). agree: takes what is wrong on the ranks
+    of this process, "" for nothing, and gives what is wrong on any rank of the group; with
+    `connect` it is all that ranks do together before their kernels meet. They are connected at the
+    first call.
     """
 
     def __init__(
@@ -43,15 +43,13 @@ class FusedGroup:
         calls: Sequence[FusedCall],
         size: int,
         positions: Sequence[int],
-        memory: MakeMemory,
-        together: Together,
+        connect: Connect,
         agree: Callable[[str], str],
     ) -> None:
         self._calls = calls
         self._size = size
         self._positions = positions
-        self._memory = memory
-        self._together = together
+        self._connect = connect
         self._agree = agree
         self._arena: Arena | None = None
         self._ready: set[FusedCall] = set()
@@ -66,7 +64,7 @@ class FusedGroup:
         """
         if call.failure:
             return None
-        arena = self._made_arena()
+        arena = self._connected()
         if arena is None:
             return None
         if isinstance(call.plan, GatherPlan):
@@ -164,15 +162,16 @@ class FusedGroup:
                     queues.launch(kernel, values)
         return [side.finish() for side in sides]
 
-    def _made_arena(self) -> Arena | None:
+    def _connected(self) -> Arena | None:
         if self._arena is None:
             layout = layout_of(self._calls)
-            made = self._memory(layout.total)
+            made = self._connect(layout.total)
             if isinstance(made, str):
                 for number, call in enumerate(self._calls):  # one warning says it for all
                     call.fail(made, number == 0 and 0 in self._positions)
                 return None
-            self._arena = Arena(layout, made)
+            self._arena = Arena(layout, made.parts)
+            self._together = made.together
         return self._arena
 
     def _compiled(

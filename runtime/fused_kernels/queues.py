@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -50,3 +51,12 @@ class Queues(Protocol):
 Together = Callable[[], AbstractContextManager[Sequence[Queues]]]
 """Begins a call of the ranks that this process runs: their queues, in order of position. When the
 block ends, what the caller does next comes after all that was put into them."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What the ranks of a group have in common: `parts[rank]` are bytes of a rank, zeroed, that all
+    ranks reach; `together` begins a call."""
+
+    parts: Sequence[Tensor]
+    together: Together

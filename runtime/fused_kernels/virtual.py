@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.codegen.kernel_calls.fused_collectives import FusedCall
 from msc.runtime.fused_kernels.group import FusedGroup
-from msc.runtime.fused_kernels.queues import Together
+from msc.runtime.fused_kernels.queues import Connection, Together
 
 
 class VirtualKernels:
@@ -46,16 +45,11 @@ class VirtualKernels:
         return [None] * len(members) if results is None else results
 
     def _new_group(self, group: str, size: int) -> FusedGroup:
-        def memory(nbytes: int) -> Sequence[Tensor]:
-            return [
+        def connect(nbytes: int) -> Connection:
+            parts = [
                 torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(size)
             ]
+            return Connection(parts, self._together(size))
 
-        return FusedGroup(
-            self._choice.fused_over(group),
-            size,
-            range(size),
-            memory,
-            self._together(size),
-            lambda problem: problem,
-        )
+        calls = self._choice.fused_over(group)
+        return FusedGroup(calls, size, range(size), connect, lambda problem: problem)

@@ -53,8 +53,11 @@ class InterpretedQueues:
         self._main.append(lambda engine: engine.copy(destination, source))
 
     def announce(self) -> None:
-        for other in self._announced:
-            self._main.append(lambda engine, to=other: engine.signal(to, self.position, 1))
+        def tell(engine: CopyEngine) -> None:
+            for other in self._announced:
+                engine.signal(other, self.position, 1)
+
+        self._main.append(tell)
 
     def follow(self) -> None:
         launch = self._executor.copies(self.position, "writes", _all(self._main))
