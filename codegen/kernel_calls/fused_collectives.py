@@ -349,10 +349,11 @@ def _product(
 ) -> GatherGemm:
     m, k = gathered
     epilogue = Epilogue(bias=bias)
-    if len(widths) > 1 and on_tensor_cores(dtype) and not target.interpreted:
-        tiles = several_tiles(target)
-    else:
-        tiles = product_tiles(target, (m // ranks, max(widths), k), dtype, epilogue)
+    tiles = product_tiles(target, (m // ranks, max(widths), k), dtype, epilogue)
+    if len(widths) > 1 and not target.interpreted:
+        # in float32 a third stage spills on sm_80
+        own = dataclasses.replace(tiles, stages=2)
+        tiles = several_tiles(target) if on_tensor_cores(dtype) else own
     layout = "kn" if transposed else "nk"
     return GatherGemm(m, k, widths, ranks, dtype, target, tiles, layout, epilogue=epilogue)
 

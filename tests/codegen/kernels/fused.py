@@ -230,8 +230,12 @@ def run_scatter(
             )
             for _ in range(ranks)
         ]
+        shape = (scatter.n,) if scatter.add == "bias" else (scatter.m, scatter.n)
+        added = [torch.randn(shape, generator=generator).to(dtype) for _ in range(ranks)]
         total = sum(a.double() @ b.double().t() for a, b in factors)
         assert isinstance(total, Tensor)
+        if scatter.add:
+            total = total + sum(own.double() for own in added)
         for rank, (a, b) in enumerate(factors):
             c = poisoned(chunk, scatter.n, dtype=dtype)
             results.append((c, total[rank * chunk : (rank + 1) * chunk]))
@@ -245,6 +249,7 @@ def run_scatter(
                 "counters_of": addresses(counters[counter]),
                 "rank": rank,
                 "want": want(ranks, call) + calls.want_more,
+                **({scatter.add: added[rank]} if scatter.add else {}),
             }
             executor.launch(rank, kernel, values)
     executor.run()

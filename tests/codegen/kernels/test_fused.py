@@ -62,6 +62,8 @@ SCATTERS = [
     scatter(2, m=2 * 40, n=48, k=72, dtype="float32", b_layout="kn"),
     scatter(4, staged="float32"),
     scatter(8, m=8 * 32, target=few(SM_80, 4)),
+    scatter(2, m=2 * 40, n=48, k=72, dtype="float32", add="bias"),
+    scatter(2, m=2 * 40, n=48, b_layout="kn", add="residual"),
 ]
 GRADIENTS = [
     GatherWeightGradient(2 * 64, 64, 32, "x", 2, "bfloat16", few(SM_90, 3), TILES, splits=2),
@@ -225,5 +227,7 @@ def test_refusals() -> None:
         gather_gemm.emit(gather(2, m=8, splits=5))
     with pytest.raises(PlanError, match="4 flags for a shard of 9 rows"):
         gather_gemm.emit(gather(2, m=18, splits=4))
+    with pytest.raises(PlanError, match="adds a bias or a residual, not 'all'"):
+        scatter(2, add="all")
     with pytest.raises(PlanError, match="reads x and dy, not 'w'"):
         dataclasses.replace(GRADIENTS[0], gathered="w")
