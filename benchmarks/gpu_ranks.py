@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from benchmarks.gpu_cases import Case, Make, Sizes
 from benchmarks.gpu_kernels import launcher, shapes_of, target_of, tiles_of
 from benchmarks.gpu_references import linear_float64
 from msc.codegen.kernels import gather_gemm, gemm_scatter
-from msc.codegen.kernels.description import Target
+from msc.codegen.kernels.description import Kernel, Target
 from msc.codegen.kernels.gather_gemm import GatherGemm
 from msc.codegen.kernels.gemm_scatter import GemmScatter
 from msc.codegen.kernels.protocol import buffer_of
@@ -42,8 +42,7 @@ def scatter_rank_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator
     target = part_of(target_of(make), ranks)
     tiles = dataclasses.replace(tiles_of(make, target), parts=1, stages=3)
     made = GemmScatter(m, n, k, ranks, "bfloat16", target, tiles)
-    # every rank's programs are resident in its part; launches of several ranks must overlap
-    kernel = dataclasses.replace(gemm_scatter.emit(made), cooperative=False)
+    kernels = (gemm_scatter.emit(made), gemm_scatter.emit_sum(made))
     chunk = made.chunks.chunk
     factors = [
         (make.normal(m, k, dtype=dtype), make.normal(n, k, dtype=dtype)) for _ in range(ranks)
@@ -73,7 +72,7 @@ def scatter_rank_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator
             }
             for rank, (a, b) in enumerate(factors)
         ]
-        run_ranks(make.device, kernel, given, seed=state["call"])
+        run_ranks(make.device, kernels, given, seed=state["call"])
         return [result.clone() for result in results]
 
     def wanted() -> list[Tensor]:
@@ -193,23 +192,30 @@ class Link:
             torch.cuda.current_stream().wait_stream(self.stream)
 
 
-def run_ranks(device: str, kernel: Any, given: list[dict[str, Any]], seed: int) -> None:
-    """One launch per rank at the same time: a stream each, or the executor in the interpreter."""
+def run_ranks(
+    device: str, kernels: Sequence[Kernel], given: list[dict[str, Any]], seed: int
+) -> None:
+    """All ranks at the same time: a stream each, or the executor in the interpreter.
+
+    given: by rank, the arguments of all kernels by name.
+    """
     if device == "cpu":
         from msc.testing.interpreter import Executor
 
         executor = Executor(seed, len(given))
         for rank, values in enumerate(given):
-            executor.launch(rank, kernel, values)
+            for kernel in kernels:
+                executor.launch(rank, kernel, kernel.pick(values))
         executor.run()
         return
     current = torch.cuda.current_stream()
     streams = [_stream() for _ in given]
-    runs = [launcher(kernel, values) for values in given]
-    for stream, run in zip(streams, runs, strict=True):
+    runs = [[launcher(kernel, kernel.pick(values)) for kernel in kernels] for values in given]
+    for stream, own in zip(streams, runs, strict=True):
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            run()
+            for run in own:
+                run()
     for stream in streams:
         current.wait_stream(stream)
 

@@ -146,7 +146,7 @@ class GatherPlan:
 
 @dataclass(frozen=True)
 class BoundScatter:
-    """One rank's side of a call: the kernel's own tensors; `finish` makes the op's result."""
+    """One rank's side of a call: tensors of its own; `finish` makes the op's result."""
 
     values: dict[str, Tensor]
     finish: Callable[[], Tensor]
@@ -154,20 +154,15 @@ class BoundScatter:
 
 @dataclass(frozen=True)
 class ScatterPlan:
-    """How a kernel computes an `msc.matmul_reduce_scatter`.
+    """How kernels compute an `msc.matmul_reduce_scatter`.
 
     staged: [ranks, rows of a rank, columns] of what ranks store at an owner. counters: of one set.
     """
 
-    kernel: Kernel
+    kernels: tuple[Kernel, ...]
     staged: tuple[int, int, int]
     counters: int
     dtype: torch.dtype
-
-    @property
-    def kernels(self) -> tuple[Kernel, ...]:
-        """The one there is."""
-        return (self.kernel,)
 
     def bind(
         self,
@@ -286,7 +281,7 @@ def scatter_plan(
     size: int,
     group: str,
 ) -> ScatterPlan:
-    """A kernel for an `msc.matmul_reduce_scatter`, or `PlanError` with the reason why not."""
+    """Kernels for an `msc.matmul_reduce_scatter`, or `PlanError` with the reason why not."""
     op = "product + reduce-scatter"
     target = _target(kernels, op, size)
     dtype = one_dtype(op, x, weight, add)
@@ -308,11 +303,8 @@ def scatter_plan(
         "kn" if transposed else "nk",
         add=added,
     )
-    kernel = gemm_scatter.emit(made)
-    if kernels.shared:
-        # launches of several ranks must overlap; each has a part of the device to itself
-        kernel = dataclasses.replace(kernel, cooperative=False)
-    return ScatterPlan(kernel, (size, chunk, n), made.counters, x.dtype)
+    both = (gemm_scatter.emit(made), gemm_scatter.emit_sum(made))
+    return ScatterPlan(both, (size, chunk, n), made.counters, x.dtype)
 
 
 def _target(kernels: Kernels, op: str, size: int) -> Target:

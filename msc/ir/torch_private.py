@@ -80,47 +80,22 @@ def named_group(
     return group
 
 
-class SymmetricMemory:
-    """Zeroed memory of each rank of a group that all of them reach, on CUDA devices of one host.
+def symmetric_memory(
+    size: int, device: torch.device, group: torch.distributed.ProcessGroup
+) -> list[torch.Tensor]:
+    """So many zeroed bytes of each rank of a group, in order, which all of its ranks reach.
 
-    Collective, as is `barrier`. parts: the bytes of every rank, in order of the group. put_signal
-    and wait_signal are kernels on the current stream: a signal waits until the one before it from
-    the same rank to the same other was taken, and orders what came before it in its stream before
-    what comes after the wait in the other. RuntimeError where the devices cannot reach each other.
-    torch.distributed has no public name for any of it; these are in torch 2.11 and 2.13 alike.
+    Collective, and for CUDA devices of one host. RuntimeError where they cannot reach each other.
+    torch.distributed has no public name for it; torch 2.11 and 2.13 have the same one.
     """
+    from torch.distributed import _symmetric_memory
 
-    def __init__(
-        self, size: int, device: torch.device, group: torch.distributed.ProcessGroup
-    ) -> None:
-        from torch.distributed import _symmetric_memory
-
-        self._own = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        self._handle: Any = _symmetric_memory.rendezvous(self._own, group)
-        self._own.zero_()
-        self._handle.barrier()
-        self.parts = [
-            self._handle.get_buffer(rank, (size,), torch.uint8)
-            for rank in range(self._handle.world_size)
-        ]
-
-    def put_signal(self, rank: int) -> None:
-        """Tell another rank of the group."""
-        self._handle.put_signal(rank)
-
-    def wait_signal(self, rank: int) -> None:
-        """Wait to be told by another rank."""
-        self._handle.wait_signal(rank)
-
-
-def write_on_stream(flags: torch.Tensor, index: int, value: int) -> None:
-    """`flags[index] = value` (int32, CUDA) when all before it in the current stream is done.
-
-    The write is seen by other devices after what came before it (cuStreamWriteValue32).
-    """
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    _SymmetricMemory.stream_write_value32(flags.view(torch.uint32), index, value)
+    own = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    handle: Any = _symmetric_memory.rendezvous(own, group)
+    own.zero_()
+    handle.barrier()  # on the device: nobody writes to memory that is not zeroed yet
+    others = range(handle.world_size)
+    return [own if r == handle.rank else handle.get_buffer(r, (size,), own.dtype) for r in others]
 
 
 def is_mutable(op: OpOverload) -> bool:

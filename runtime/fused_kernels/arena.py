@@ -1,6 +1,6 @@
 """The memory that the ranks of a group share for their fused kernels.
 
-    gathered rows, twice | flags | slots, twice | counters of each reduction, twice
+    gathered rows, twice | announcements | flags | slots, twice | counters of each sum, twice
 
 All calls of a group take turns in the same two buffers, each of the size of the largest call: what
 `gather_gemm` and `gemm_scatter` say of two calls in a row holds whichever calls they are, since
@@ -28,6 +28,7 @@ class Layout:
     """Where everything lies in a rank's part of the memory, in bytes; equal on all ranks."""
 
     gathered_size: int
+    announced: int
     flags: int
     slots: int
     slots_size: int
@@ -38,10 +39,11 @@ class Layout:
 def layout_of(calls: Sequence[FusedCall]) -> Layout:
     """The layout for the calls of one group."""
     gathers = [call.plan for call in calls if isinstance(call.plan, GatherPlan)]
+    ranks = max((plan.chunks.ranks for plan in gathers), default=0)
     gathered = max((_gathered_bytes(plan) for plan in gathers), default=0)
     slots = max((_slots_bytes(c.plan) for c in calls if isinstance(c.plan, ScatterPlan)), default=0)
-    ranks = max((plan.chunks.ranks for plan in gathers), default=0)
-    flags_at = 2 * gathered
+    announced_at = 2 * gathered
+    flags_at = announced_at + _aligned(ranks * _FLAG_BYTES)
     slots_at = flags_at + _aligned(ranks * MAX_SPLITS * _FLAG_BYTES)
     end = slots_at + 2 * slots
     counters: dict[FusedCall, int] = {}
@@ -49,7 +51,7 @@ def layout_of(calls: Sequence[FusedCall]) -> Layout:
         if isinstance(call.plan, ScatterPlan):
             counters[call] = end
             end += 2 * _counter_bytes(call.plan)
-    return Layout(gathered, flags_at, slots_at, slots, counters, end)
+    return Layout(gathered, announced_at, flags_at, slots_at, slots, counters, end)
 
 
 class Arena:
@@ -64,6 +66,10 @@ class Arena:
         """A rank's buffer of gathered rows [rows, columns]."""
         start = turn * self._layout.gathered_size
         return self._view(rank, start, (plan.chunks.rows, plan.columns), plan.dtype)
+
+    def announced(self, rank: int) -> Tensor:
+        """By source, the number of the last call whose rows a rank was told of: int32."""
+        return self._view(rank, self._layout.announced, (len(self._parts),), torch.int32)
 
     def flags(self, rank: int, plan: GatherPlan) -> Tensor:
         """A rank's flags, as many as the plan has: int32."""

@@ -102,7 +102,9 @@ class FusedGroup:
             for queues, rows, side in zip(ranks, own, sides, strict=True):
                 first = queues.position * chunk
                 queues.write(rows[first : first + chunk], side.shard)
-                queues.announce()
+                for rank in range(self._size):
+                    if rank != queues.position:
+                        queues.tell(arena.announced(rank), queues.position, number)
                 queues.follow()  # kernels before this one have read the buffer that is filled
             for queues in ranks:
                 self._pull(arena, queues, plan, number)
@@ -118,7 +120,7 @@ class FusedGroup:
         own, flags = arena.gathered(here, turn, plan), arena.flags(here, plan)
         for step in range(1, self._size):
             source = (here + step) % self._size
-            queues.await_rows_of(source)
+            queues.wait(arena.announced(here), source, number)
             there = arena.gathered(source, turn, plan)
             for part in range(chunks.splits):
                 first = source * chunks.chunk + part * chunks.part
@@ -137,29 +139,20 @@ class FusedGroup:
             "counters_of": arena.addresses(counters),
             "want": gemm_scatter.want(self._size, use),
         }
-        launches = [
-            [
-                (
-                    plan.kernel,
-                    {
-                        **side.values,
-                        **common,
-                        "slots": slots[position],
-                        "counters": counters[position],
-                        "rank": position,
-                    },
-                )
-            ]
-            for position, side in zip(self._positions, sides, strict=True)
-        ]
+        launches = []
+        for position, side in zip(self._positions, sides, strict=True):
+            own = {"slots": slots[position], "counters": counters[position], "rank": position}
+            values = {**side.values, **common, **own}
+            launches.append([(kernel, kernel.pick(values)) for kernel in plan.kernels])
         if not self._compiled(call, launches):
             return None
         self._scatters += 1
         self._uses[call] = use
         with self._together() as ranks:
-            for queues, kernels in zip(ranks, launches, strict=True):
-                for kernel, values in kernels:
-                    queues.launch(kernel, values)
+            # nothing that waits is put into a queue before what it waits for
+            for step in range(len(plan.kernels)):
+                for queues, kernels in zip(ranks, launches, strict=True):
+                    queues.launch(*kernels[step])
         return [side.finish() for side in sides]
 
     def _connected(self) -> Arena | None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.codegen.kernel_calls.fused_collectives import FusedCall
-from msc.ir.torch_private import SymmetricMemory
+from msc.ir.torch_private import symmetric_memory
 from msc.runtime.fused_kernels.cuda import process_together
 from msc.runtime.fused_kernels.group import FusedGroup
 from msc.runtime.fused_kernels.queues import Connection
@@ -53,15 +54,13 @@ def _connect(to: Communicator, device: torch.device, nbytes: int) -> Connection 
     if hosts > 1:
         return f"its ranks are on {hosts} hosts, and kernels reach the memory of one"
     assert to.handle is not None  # a group of one has no kernels
-    memory, problem = None, ""
+    parts: list[Tensor] = []
+    problem = ""
     try:
-        memory = SymmetricMemory(nbytes, device, to.handle)
+        parts = symmetric_memory(nbytes, device, to.handle)
     except RuntimeError as error:
         problem = f"its devices have no memory in common: {str(error).splitlines()[0]}"
-    problem = _agree(to, problem)
-    if problem or memory is None:
-        return problem
-    return Connection(memory.parts, process_together(memory, to.position))
+    return _agree(to, problem) or Connection(parts, process_together(to.position))
 
 
 def _agree(to: Communicator, problem: str) -> str:

@@ -26,14 +26,14 @@ class Queues(Protocol):
     def write(self, destination: Tensor, source: Tensor) -> None:
         """Main queue: copy inside this rank's memory."""
 
-    def announce(self) -> None:
-        """Main queue: tell all other ranks that what was written is there."""
+    def tell(self, flags: Tensor, index: int, value: int) -> None:
+        """Main queue: `flags[index] = value`, of any rank, seen after all before it."""
 
     def follow(self) -> None:
         """Copies from here on come after all that the main queue has by now."""
 
-    def await_rows_of(self, source: int) -> None:
-        """Copies from here on come after the next announcement of a rank."""
+    def wait(self, flags: Tensor, index: int, value: int) -> None:
+        """Copies from here on come when `flags[index]`, of this rank, is `value` or more."""
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
         """Beside the main queue: copy, from the memory of another rank."""

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from msc.codegen.kernels.description import Kernel
@@ -30,8 +29,7 @@ def interpreted_together(size: int) -> Together:
 
 @contextmanager
 def _running(executor: Executor, size: int) -> Iterator[Sequence[InterpretedQueues]]:
-    announced = [torch.zeros(size, dtype=torch.int32) for _ in range(size)]
-    ranks = [InterpretedQueues(executor, position, announced) for position in range(size)]
+    ranks = [InterpretedQueues(executor, position) for position in range(size)]
     yield ranks
     for queues in ranks:
         queues.close()
@@ -41,10 +39,9 @@ def _running(executor: Executor, size: int) -> Iterator[Sequence[InterpretedQueu
 class InterpretedQueues:
     """The queues of one rank: a stream of the executor, and a copy engine beside it."""
 
-    def __init__(self, executor: Executor, position: int, announced: Sequence[Tensor]) -> None:
+    def __init__(self, executor: Executor, position: int) -> None:
         self.position = position
         self._executor = executor
-        self._announced = announced
         self._main: list[Work] = []
         self._beside: list[Work] = []
 
@@ -52,21 +49,16 @@ class InterpretedQueues:
         """See `Queues`, as of the other methods."""
         self._main.append(lambda engine: engine.copy(destination, source))
 
-    def announce(self) -> None:
-        def tell(engine: CopyEngine) -> None:
-            for other in self._announced:
-                engine.signal(other, self.position, 1)
-
-        self._main.append(tell)
+    def tell(self, flags: Tensor, index: int, value: int) -> None:
+        self._main.append(lambda engine: engine.signal(flags, index, value))
 
     def follow(self) -> None:
         launch = self._executor.copies(self.position, "writes", _all(self._main))
         self._main = []
         self._beside.append(lambda engine: engine.wait_launch(launch))
 
-    def await_rows_of(self, source: int) -> None:
-        own = self._announced[self.position]
-        self._beside.append(lambda engine: engine.wait(own, source, 1))
+    def wait(self, flags: Tensor, index: int, value: int) -> None:
+        self._beside.append(lambda engine: engine.wait(flags, index, value))
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
         self._beside.append(lambda engine: engine.copy(destination, source))

@@ -20,7 +20,7 @@ from msc.codegen.kernel_calls.fused_collectives import (
 )
 from msc.codegen.kernels import launch as launching
 from msc.codegen.kernels.description import Kernel
-from msc.runtime.fused_kernels.arena import layout_of
+from msc.runtime.fused_kernels.arena import Arena, layout_of
 from msc.runtime.fused_kernels.cuda import Driver, process_together, virtual_together
 from msc.runtime.fused_kernels.group import FusedGroup
 from msc.runtime.fused_kernels.queues import Connection, Together
@@ -39,20 +39,6 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.device.log.append(f"{self.name} waits for {other.name}")
 
-    def wait_event(self, event: Event) -> None:
-        assert event.name, "an event that was never recorded orders nothing"
-        self.device.log.append(f"{self.name} waits for {event.name}")
-
-
-@dataclass(eq=False)
-class Event:
-    device: Device
-    name: str = ""
-
-    def record(self, stream: Stream) -> None:
-        self.name = f"event of {stream.name}"
-        self.device.log.append(f"{stream.name} records")
-
 
 @dataclass
 class Device:
@@ -60,6 +46,8 @@ class Device:
 
     log: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    strict: bool = True
+    """Whether all ranks are here, so that nothing is left to wait for."""
 
     def __post_init__(self) -> None:
         self.current = Stream("current", self)
@@ -67,7 +55,7 @@ class Device:
     @property
     def driver(self) -> Driver:
         return Driver(
-            lambda: self.current, self.stream, lambda: Event(self), self.on, self.write, self.launch
+            lambda: self.current, self.stream, self.on, self.write, self.wait, self.launch
         )
 
     def stream(self) -> Stream:
@@ -81,27 +69,18 @@ class Device:
 
     def write(self, flags: Tensor, index: int, value: int) -> None:
         flags[index] = value
-        self.log.append(f"{self.current.name} raises {index} to {value}")
+        self.log.append(f"{self.current.name} sets {index} to {value}")
+
+    def wait(self, flags: Tensor, index: int, value: int) -> None:
+        self.log.append(f"{self.current.name} waits until {index} is {value}")
+        if self.strict:
+            assert int(flags[index]) >= value, "it would wait for what is put into a stream later"
 
     def launch(self, kernel: Kernel, values: Mapping[str, Any]) -> None:
         self.log.append(f"{self.current.name} launches {kernel.entry}")
-        if kernel.entry != "gemm_scatter":  # which waits for the other ranks
+        if kernel.entry != "scatter_sum":  # which waits for the other ranks
             with interpreted():
                 launching.launch(kernel, values)
-
-
-class Memory:
-    """As `SymmetricMemory` of one rank, whose signals are noted."""
-
-    def __init__(self, device: Device, size: int, nbytes: int) -> None:
-        self.device = device
-        self.parts = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(size)]
-
-    def put_signal(self, rank: int) -> None:
-        self.device.log.append(f"{self.device.current.name} tells {rank}")
-
-    def wait_signal(self, rank: int) -> None:
-        self.device.log.append(f"{self.device.current.name} waits to be told by {rank}")
 
 
 def gather(size: int) -> tuple[FusedCall, list[tuple[Any, ...]], Tensor]:
@@ -111,6 +90,10 @@ def gather(size: int) -> tuple[FusedCall, list[tuple[Any, ...]], Tensor]:
     given = [(each, 0, [w], [None], [False], [], [], False, size, "tp") for each in x]
     plan = gather_plan(INTERPRETER, *given[0])
     return FusedCall("msc.all_gather_matmul", "", plan, "tp"), given, torch.cat(x) @ w.t()
+
+
+def memory(calls: Sequence[FusedCall], size: int) -> list[Tensor]:
+    return [torch.zeros(layout_of(calls).total, dtype=torch.uint8) for _ in range(size)]
 
 
 def group(
@@ -125,8 +108,7 @@ def test_virtual_ranks() -> None:
     call, given, expected = gather(2)
     assert isinstance(call.plan, GatherPlan)
     device = Device(names=["main 0", "copies 0", "main 1", "copies 1"])
-    parts = [torch.zeros(layout_of([call]).total, dtype=torch.uint8) for _ in range(2)]
-    own = group(call, 2, range(2), parts, virtual_together(2, device.driver))
+    own = group(call, 2, range(2), memory([call], 2), virtual_together(2, device.driver))
     for number in (1, 2, 3):
         device.log.clear()
         found = own.run(call, given)
@@ -134,20 +116,20 @@ def test_virtual_ranks() -> None:
         for (result,) in found:
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
         flags = [
-            [f"copies {rank} raises {4 * (1 - rank) + part} to {number}" for part in range(4)]
+            [f"copies {rank} sets {4 * (1 - rank) + part} to {number}" for part in range(4)]
             for rank in range(2)
         ]
         assert call.plan.chunks.splits == 4
         assert device.log == [
             "main 0 waits for current",
             "main 1 waits for current",
-            "main 0 records",
+            f"main 0 sets 0 to {number}",
             "copies 0 waits for main 0",
-            "main 1 records",
+            f"main 1 sets 1 to {number}",
             "copies 1 waits for main 1",
-            "copies 0 waits for event of main 1",
+            f"copies 0 waits until 1 is {number}",
             *flags[0],
-            "copies 1 waits for event of main 0",
+            f"copies 1 waits until 0 is {number}",
             *flags[1],
             "main 0 launches gather_gemm",
             "main 0 waits for copies 0",
@@ -163,23 +145,24 @@ def test_virtual_ranks() -> None:
 def test_a_process() -> None:
     """Rank 1 of 3 copies from 2 and then from 0, each after it was told."""
     call, given, _ = gather(3)
-    device = Device(names=["copies"])
-    memory: Any = Memory(device, 3, layout_of([call]).total)
-    together = process_together(memory, 1, device.driver)
-    found = group(call, 3, [1], memory.parts, together).run(call, [given[1]])
+    device = Device(names=["copies"], strict=False)
+    parts = memory([call], 3)
+    own = group(call, 3, [1], parts, process_together(1, device.driver))
+    found = own.run(call, [given[1]])
     assert found is not None
-    log = [line for line in device.log if "raises" not in line]
-    assert log == [
-        "current tells 0",
-        "current tells 2",
+    arena = Arena(layout_of([call]), parts)
+    assert [arena.announced(rank).tolist() for rank in range(3)] == [[0, 1, 0], [0] * 3, [0, 1, 0]]
+    assert device.log == [
+        "current sets 1 to 1",
+        "current sets 1 to 1",
         "copies waits for current",
-        "copies waits to be told by 2",
-        "copies waits to be told by 0",
+        "copies waits until 2 is 1",
+        *(f"copies sets {flag} to 1" for flag in (8, 9, 10, 11)),
+        "copies waits until 0 is 1",
+        *(f"copies sets {flag} to 1" for flag in (0, 1, 2, 3)),
         "current launches gather_gemm",
         "current waits for copies",
     ]
-    raised = [line for line in device.log if "raises" in line]
-    assert raised == [f"copies raises {index} to 1" for index in (8, 9, 10, 11, 0, 1, 2, 3)]
     # the other ranks have written nothing: of their rows there are zeros, of its own the product
     x, w = given[1][0], given[1][2][0]
     ((result,),) = found
@@ -189,18 +172,18 @@ def test_a_process() -> None:
 
 
 @pytest.mark.parametrize("virtual", [True, False])
-def test_a_reduction_is_one_launch_per_rank(virtual: bool) -> None:
+def test_a_reduction_is_tiles_and_then_their_sum(virtual: bool) -> None:
     x, w = torch.randn(4, 16), torch.randn(8, 16)
     operands = (x, w, None, False, 0, 2, "tp")
     call = FusedCall("msc.matmul_reduce_scatter", "", scatter_plan(INTERPRETER, *operands), "tp")
     device = Device(names=["main 0", "copies 0", "main 1", "copies 1"])
-    memory: Any = Memory(device, 2, layout_of([call]).total)
     if virtual:
         together, here = virtual_together(2, device.driver), [0, 1]
     else:
-        together, here = process_together(memory, 0, device.driver), [0]
-    own = group(call, 2, here, memory.parts, together)
+        together, here = process_together(0, device.driver), [0]
+    own = group(call, 2, here, memory([call], 2), together)
     assert own.run(call, [operands] * len(here)) is not None
     launched = [line for line in device.log if "launches" in line]
     names = [f"main {rank}" for rank in here] if virtual else ["current"]
-    assert launched == [f"{name} launches gemm_scatter" for name in names]
+    both = ("gemm_scatter", "scatter_sum")
+    assert launched == [f"{name} launches {kernel}" for kernel in both for name in names]
