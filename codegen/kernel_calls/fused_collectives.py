@@ -138,10 +138,10 @@ class GatherPlan:
 
         return BoundGather(rows(x), tuple(launches), finish)
 
-    def allocate(self, *operands: Any) -> list[Tensor]:
+    def allocate(self, x: Tensor, *operands: Any) -> list[Tensor]:
         """What a call does to memory besides that which ranks share, on any one rank."""
-        x, _, *_, size, _ = operands
-        return self.bind(*operands).finish(x.new_empty(()).expand(size * rows(x).shape[0], -1))
+        shared = x.new_empty(()).expand(self.chunks.rows, self.columns)
+        return self.bind(x, *operands).finish(shared)
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ def gather(size: int) -> tuple[FusedCall, list[tuple[Any, ...]], Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = [torch.randn(16, 16, generator=generator) for _ in range(size)]
     w = torch.randn(24, 16, generator=generator)
+    given: list[tuple[Any, ...]]
     given = [(each, 0, [w], [None], [False], [], [], False, size, "tp") for each in x]
     plan = gather_plan(INTERPRETER, *given[0])
     return FusedCall("msc.all_gather_matmul", "", plan, "tp"), given, torch.cat(x) @ w.t()

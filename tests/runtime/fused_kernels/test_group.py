@@ -161,8 +161,10 @@ def run_in_a_row(calls: Sequence[Gather | Scatter], times: int) -> None:
             assert found is not None
             for results, expected in zip(found, call.expected(), strict=True):
                 half = call.plan.dtype == torch.bfloat16
-                limits = {"rtol": 2e-2, "atol": 5e-2} if half else {"rtol": 1e-4, "atol": 1e-4}
-                torch.testing.assert_close(results, expected, check_dtype=False, **limits)
+                rtol, atol = (2e-2, 5e-2) if half else (1e-4, 1e-4)
+                torch.testing.assert_close(
+                    results, expected, check_dtype=False, rtol=rtol, atol=atol
+                )
 
 
 @pytest.mark.parametrize("name", CALLS)
