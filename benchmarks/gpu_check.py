@@ -35,6 +35,7 @@ from rich.table import Table
 
 from benchmarks.gpu_cases import FAMILIES as OP_FAMILIES
 from benchmarks.gpu_cases import LARGE, TINY, Case, Make, Sizes
+from benchmarks.gpu_fused import fused_program_cases
 from benchmarks.gpu_kernels import attention_kernel_cases, product_kernel_cases
 from benchmarks.gpu_programs import program_cases
 from benchmarks.gpu_ranks import pcie_cases, scatter_rank_cases
@@ -49,6 +50,7 @@ FAMILIES = (
     *OP_FAMILIES,
     pcie_cases,
     scatter_rank_cases,
+    fused_program_cases,
 )
 FAMILY_SECONDS = 120
 RESULTS = Path(__file__).parent / "results"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msc.codegen.kernel_calls.call import dense, one_dtype, rows
+from msc.codegen.kernel_calls.call import dense, one_dtype, rows, warn_once
 from msc.codegen.kernel_calls.device import Kernels
 from msc.codegen.kernels import gather_gemm, gather_weight_gradient, gemm_scatter
 from msc.codegen.kernels.description import Kernel, Target, Tiles, ceil_div
@@ -211,15 +210,14 @@ class FusedCall:
         return self.plan.kernels
 
     def fail(self, failure: str, speaks: bool) -> None:
-        """Give up the kernels; of the ranks that do so together one `speaks`, with a warning."""
+        """Give up the kernels; of the ranks that do so together one `speaks`, once for each op."""
         self.failure = failure
         if speaks:
-            warnings.warn(
+            warn_once(
+                self.op,
                 f"{self.op}{self.where} runs without its Triton kernel on all ranks of "
                 f"'{self.group}': {failure}. From now on the collective and the products follow "
                 "each other.",
-                RuntimeWarning,
-                stacklevel=2,
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import warnings
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import msc
+from msc.codegen.kernel_calls import call
+from msc.codegen.kernels import gemm_scatter
 from msc.codegen.kernels.description import Kernel
 from msc.ir.communication import fused_nodes
 from msc.runtime.fused_kernels.arena import layout_of
@@ -121,10 +124,33 @@ def test_what_ranks_share_is_in_the_predicted_memory(launched: list[Kernel]) -> 
     assert shared > 0
     kernels, plain = MemoryPredictor(choice), MemoryPredictor()
     assert shared < kernels.bytes(graph) <= plain.bytes(graph) + shared
-    # while the fused calls run they need no gathered value, and no product, of their own
-    (node, *_) = fused(program)
-    position = list(graph.graph.nodes).index(node) if node.graph is graph.graph else -1
-    assert kernels.timeline(graph)[position] <= plain.timeline(graph)[position] + shared
+
+
+def test_a_kernel_that_does_not_compile_is_given_up(
+    launched: list[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all ranks, for that call: the gather beside it stays in its kernels."""
+    real = gemm_scatter.emit
+
+    def broken(scatter: gemm_scatter.GemmScatter) -> Kernel:
+        kernel = real(scatter)
+        return dataclasses.replace(kernel, source=f"raise RuntimeError('x')\n{kernel.source}")
+
+    monkeypatch.setattr(gemm_scatter, "emit", broken)
+    monkeypatch.setattr(call, "_warned", set())
+    program, batch = small(), (torch.randn(4, 8, 16),)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        found = [program.run_virtual(batch).grads for _ in range(2)]
+    (said,) = [str(each.message) for each in caught if "on all ranks" in str(each.message)]
+    assert said.startswith("msc.matmul_reduce_scatter in 2 runs without its Triton kernel on all")
+    assert {kernel.entry for kernel in launched} == {"gather_gemm", "gather_weight_gradient"}
+    (line,) = [line for line in program.kernels().lines if "matmul_reduce_scatter" in line]
+    assert ": ATen: gemm_scatter_nk" in line
+    monkeypatch.setenv("MSC_TRITON", "off")
+    expected = program.run_virtual(batch).grads
+    for grads in found:
+        torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_without_coroutines_they_run_unfused(

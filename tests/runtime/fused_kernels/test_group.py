@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from msc.codegen.kernel_calls import call as kernel_call
 from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.codegen.kernel_calls.device import kernels_for
 from msc.codegen.kernel_calls.fused_collectives import (
@@ -228,6 +229,7 @@ def test_a_kernel_that_fails_on_one_rank_is_given_up_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each rank in a thread, as a process with its own choice; one of them cannot compile."""
+    monkeypatch.setattr(kernel_call, "_warned", set())
     call = CALLS["a sum"]()
     assert isinstance(call.plan, ScatterPlan)
     first, second = call.plan.kernels
@@ -267,7 +269,8 @@ def test_a_kernel_that_fails_on_one_rank_is_given_up_on_all(
     assert all(name in own.failure for own in fused)
 
 
-def test_ranks_without_memory_in_common_say_so_once() -> None:
+def test_ranks_without_memory_in_common_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_call, "_warned", set())
     calls = [CALLS[name]() for name in ("a sum", "one weight")]
     fused = [FusedCall("msc.op", "", call.plan, "tp") for call in calls]
     group = FusedGroup(fused, SIZE, range(SIZE), lambda _: "they are far apart", lambda text: text)
