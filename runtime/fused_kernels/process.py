@@ -13,6 +13,7 @@ from torch import Tensor
 from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.codegen.kernel_calls.fused_collectives import FusedCall
 from msc.ir.torch_private import symmetric_memory
+from msc.runtime.fused_kernels import stream_memory
 from msc.runtime.fused_kernels.cuda import process_together
 from msc.runtime.fused_kernels.group import FusedGroup
 from msc.runtime.fused_kernels.queues import Connection
@@ -58,6 +59,9 @@ def _connect(to: Communicator, device: torch.device, nbytes: int) -> Connection 
     problem = ""
     try:
         parts = symmetric_memory(nbytes, device, to.handle)
+        own = parts[to.position][:4].view(torch.int32)
+        stream_memory.write(own, 0, 0)  # whether the driver can do it
+        stream_memory.wait(own, 0, 0)
     except RuntimeError as error:
         problem = f"its devices have no memory in common: {str(error).splitlines()[0]}"
     return _agree(to, problem) or Connection(parts, process_together(to.position))

@@ -65,7 +65,7 @@ def test_weights_of_one_form_share_a_kernel() -> None:
 
 def test_the_library_multiplies_over_rows_behind_a_product() -> None:
     """It is as fast once all rows are there; alone, the kernel starts with those that are."""
-    others = {"others": [like(1, M, 64)], "is_first": [False]}
+    others: dict[str, Any] = {"others": [like(1, M, 64)], "is_first": [False]}
     assert [kernel.entry for kernel in gather(**others).kernels] == ["gather_gemm"]
     alone = gather(weights=[], biases=[], transposed=[], **others)
     assert [kernel.name for kernel in alone.kernels] == [
@@ -138,7 +138,9 @@ def test_a_program_shows_and_calls_them(tmp_path: Path, monkeypatch: pytest.Monk
     made.dump(tmp_path)
     written = {path.read_text() for path in (tmp_path / "kernels").glob("*.py")}
     nodes = fused_nodes(made.rank_graph(0))
-    own = {k.source for node in nodes for k in choice.fused(node).kernels}  # type: ignore[union-attr]
+    calls = [call for node in nodes if (call := choice.fused(node)) is not None]
+    assert len(calls) == len(nodes)
+    own = {kernel.source for call in calls for kernel in call.kernels}
     assert own
     assert own <= written
     emitted = emit(made.rank_graph(0), "virtual", choice=choice)
