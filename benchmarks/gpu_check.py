@@ -35,9 +35,11 @@ from rich.table import Table
 
 from benchmarks.gpu_cases import FAMILIES as OP_FAMILIES
 from benchmarks.gpu_cases import LARGE, TINY, Case, Make, Sizes
+from benchmarks.gpu_fused import fused_program_cases
 from benchmarks.gpu_kernels import attention_kernel_cases, product_kernel_cases
+from benchmarks.gpu_links import link_cases
 from benchmarks.gpu_programs import program_cases
-from benchmarks.gpu_ranks import pcie_cases, scatter_rank_cases
+from benchmarks.gpu_ranks import scatter_rank_cases
 from benchmarks.gpu_row_kernels import optimizer_kernel_cases, row_kernel_cases
 
 FAMILIES = (
@@ -47,8 +49,9 @@ FAMILIES = (
     optimizer_kernel_cases,
     program_cases,
     *OP_FAMILIES,
-    pcie_cases,
+    link_cases,
     scatter_rank_cases,
+    fused_program_cases,
 )
 FAMILY_SECONDS = 120
 RESULTS = Path(__file__).parent / "results"

@@ -137,7 +137,7 @@ def _busy_seconds(step: Callable[[], Any]) -> tuple[float, float]:
     return busy / 1e6, (reached - spans[0][0]) / 1e6
 
 
-def _joined(values: Sequence[Tensor | None]) -> Tensor:
+def joined(values: Sequence[Tensor | None]) -> Tensor:
     """All in one vector: a gradient that is zero but for rounding has no scale of its own."""
     return torch.cat([value.flatten().cpu() for value in values if value is not None])
 
@@ -158,7 +158,7 @@ def _virtual_step(make: Make) -> Case:
                 values.update({name: value.to(make.device) for name, value in values.items()})
         placed = tokens.to(make.device)
         result = program.run_virtual((placed, placed), state)
-        return _joined([result.loss, *(result.grads[name] for name in names)])
+        return joined([result.loss, *(result.grads[name] for name in names)])
 
     def eager() -> Tensor:
         with torch.enable_grad():
@@ -166,7 +166,7 @@ def _virtual_step(make: Make) -> Case:
             loss = reference(tokens, tokens)
             loss.backward()
         grads = dict(reference.named_parameters())
-        return _joined([loss.detach(), *(grads[name].grad for name in names)])
+        return joined([loss.detach(), *(grads[name].grad for name in names)])
 
     work = program.report.model_flops
     name = f"virtual ranks, {SMALL_MESH}"

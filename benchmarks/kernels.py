@@ -55,10 +55,7 @@ def compile_all(chosen: Sequence[Kernel], processes: int) -> list[Report]:
 
 def digest(chosen: Sequence[Kernel]) -> str:
     """Of everything that the compiler is given: sources, arguments, warps and stages."""
-    given = [
-        (k.name, k.target.name, k.source, k.arguments, k.warps, k.stages, k.cooperative)
-        for k in chosen
-    ]
+    given = [(k.name, k.target.name, k.source, k.arguments, k.warps, k.stages) for k in chosen]
     return hashlib.sha256(repr(given).encode()).hexdigest()
 
 

@@ -37,6 +37,7 @@ from msc.codegen.fast_calls import function_of
 from msc.codegen.in_place import in_place_calls
 from msc.codegen.kernel_calls.call import KernelCall
 from msc.codegen.kernel_calls.choice import KernelChoice
+from msc.codegen.kernel_calls.fused_collectives import FusedCall
 from msc.codegen.lifetime import last_uses, reuses_total, unpacked
 from msc.codegen.names import Namespace, Renderer, op_name
 from msc.codegen.pieces import cut_at_communication
@@ -130,6 +131,10 @@ class Emitter:
     def chosen(self, node: fx.Node) -> KernelCall | None:
         """The kernels that compute a call, if there are any."""
         return None if self.choice is None else self.choice.of(node)
+
+    def fused(self, node: fx.Node) -> FusedCall | None:
+        """The kernels of a fused collective, if there are any."""
+        return None if self.choice is None else self.choice.fused(node)
 
     def _function(self, module: fx.GraphModule, hint: str) -> str:
         known = self._functions.get(id(module))
@@ -264,7 +269,8 @@ class _Function:
         if node.target in FUSED:
             before = "yield from " if self._emitter.dialect == "virtual" else ""
             arguments = self._arguments(node)
-            return f"{before}rt.{FUSED[node.target]}({arguments}, {self._site(node)!r})"
+            kernel = self._kernel_of(node)
+            return f"{before}rt.{FUSED[node.target]}({arguments}, {self._site(node)!r}{kernel})"
         if node.target in STARTS:
             return f"rt.{STARTS[node.target]}({self._arguments(node)}, {self._site(node)!r})"
         if node.target in actions.ACTIONS:
@@ -292,9 +298,10 @@ class _Function:
         in_place = node.target is actions.accumulate and node.args[0] is not None
         return "accumulate_" if in_place and reuses_total(node) else name
 
-    def _kernel_of(self, action: fx.Node) -> str:
-        """The kernels that an action is to take, as its last argument."""
-        call = self._emitter.chosen(action)
+    def _kernel_of(self, node: fx.Node) -> str:
+        """The kernels that an action or a fused collective is to take, as its last argument."""
+        chosen = self._emitter.fused if node.target in FUSED else self._emitter.chosen
+        call: Any = chosen(node)
         if call is None:
             return ""
         return f", kernel={self._namespace.bind(op_name(call), call)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from msc.capture.captured import has_values
+from msc.codegen.devices import on_device
 from msc.codegen.kernel_calls.choice import KernelChoice, choose
 from msc.codegen.kernel_calls.device import kernels_for
 from msc.cost import Cluster
@@ -27,6 +29,9 @@ from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_dump import write_dump
 from msc.report import CompileReport
+from msc.runtime.fused_kernels.cuda import virtual_together
+from msc.runtime.fused_kernels.queues import Together
+from msc.runtime.fused_kernels.virtual import VirtualKernels
 from msc.runtime.memory.predict import MemoryPredictor
 from msc.runtime.simulate import SimulationResult, simulate_program
 from msc.runtime.state import RankState
@@ -103,7 +108,8 @@ class Program:
         self.recipe = recipe
         self._digests = digests
         self.pass_results = pass_results
-        self._choices: dict[tuple[str, str], KernelChoice] = {}
+        self._choices: dict[tuple[str, bool, str], KernelChoice] = {}
+        self._executors: dict[tuple[torch.device, str], VirtualExecutor] = {}
 
     # -- graphs
 
@@ -155,11 +161,21 @@ class Program:
             return KernelChoice(kernels_for(target)).look_at(self.rank_graphs)
         return self._kernels_on("cuda" if torch.cuda.is_available() else "cpu")
 
-    def _kernels_on(self, device: str) -> KernelChoice:
-        """The choice for a device, that of explanations and of virtual ranks: it knows failures."""
-        key = (device, TRITON.text)
+    def _kernels_on(self, device: str, shared: bool = False) -> KernelChoice:
+        """The choice for a device, that of explanations and of virtual ranks: it knows failures.
+
+        shared: a CUDA device that all ranks of a group run on.
+        """
+        key = (device, shared, TRITON.text)
         if key not in self._choices:
-            self._choices[key] = choose(torch.device(device), self.rank_graphs, self.measured)
+            unfused = _without_coroutines() if device == "cpu" else ""
+            self._choices[key] = choose(
+                torch.device(device),
+                self.rank_graphs,
+                self.measured,
+                shared=shared,
+                unfused=unfused,
+            )
         return self._choices[key]
 
     def memory_bytes(self) -> list[int]:
@@ -344,9 +360,21 @@ class Program:
 
     # -- running
 
-    @cached_property
-    def _virtual(self) -> VirtualExecutor:
-        return VirtualExecutor(self.mesh, self.rank_graph, choice=self._kernels_on("cpu"))
+    def _virtual_on(self, device: torch.device) -> VirtualExecutor:
+        """What runs all ranks on one device, in the kernels that are chosen for it."""
+        choice = self._kernels_on(device.type, shared=device.type == "cuda")
+        key = (device, TRITON.text)
+        if key not in self._executors:
+            graphs = self.rank_graphs
+            if device.type != "cpu":
+                graphs = [on_device(graph, device) for graph in graphs]
+            kernels = None
+            if choice.has_fused:
+                kernels = VirtualKernels(choice, device, _together_on(device))
+            self._executors[key] = VirtualExecutor(
+                self.mesh, lambda rank: graphs[self.class_of(rank)], choice=choice, kernels=kernels
+            )
+        return self._executors[key]
 
     def run_virtual(
         self, batch: Any, state: list[RankState] | None = None, seed: int = 0
@@ -354,7 +382,8 @@ class Program:
         """Run one step of all ranks in this process, in lock-step, with exact numerics.
 
         `state` continues from an earlier result's; without it the step starts from the model's
-        parameters. The given states advance in place.
+        parameters. The given states advance in place. All ranks run where their parameters are: on
+        the CPU, or on one CUDA device.
         """
         ranks = range(self.mesh.size)
         if state is None:
@@ -367,7 +396,8 @@ class Program:
             state[rank].arguments(self.rank_graph(rank), self.local_inputs(batch, rank))
             for rank in ranks
         ]
-        outputs = self._virtual.run(arguments)
+        held = (value.device for each in state for value in each.parameters.values())
+        outputs = self._virtual_on(next(held, torch.device("cpu"))).run(arguments)
         for rank in ranks:
             state[rank].advance(self.rank_graph(rank), outputs[rank])
         result = put_together(
@@ -449,6 +479,26 @@ class Program:
         from msc.saving import save_program
 
         save_program(self, folder)
+
+
+def _together_on(device: torch.device) -> Callable[[int], Together]:
+    """What runs the fused kernels of several ranks on one device."""
+    if device.type == "cuda":
+        return virtual_together
+    # what interprets kernels of several ranks is loaded only where that is asked for
+    from msc.testing.interpreter.queues import interpreted_together
+
+    return interpreted_together
+
+
+def _without_coroutines() -> str:
+    """Why the kernels of several ranks cannot run together in the interpreter, or ""."""
+    if importlib.util.find_spec("greenlet") is not None:
+        return ""
+    return (
+        "in the interpreter ranks run their kernels in turns, in coroutines of greenlet, which is "
+        "not installed (pip install greenlet)"
+    )
 
 
 def load(folder: str | Path, rank: int | None = None) -> Program:

@@ -7,7 +7,7 @@ from one rank to another meet in order too. Starting never blocks.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,7 @@ class _Collective:
     number: int
     members: tuple[int, ...]
     signature: tuple[Any, ...]
+    together: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     started: dict[int, tuple[Token, tuple[Any, ...]]] = field(default_factory=dict)
 
     def missing(self) -> list[int]:
@@ -91,17 +92,24 @@ class Network:
         members: tuple[int, ...],
         rank: int,
         site: str,
+        together: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     ) -> Token:
-        """Start a collective; it happens when the last member starts it."""
+        """Start a collective; it happens when the last member starts it.
+
+        together: makes the results of all members of their arguments, for a `kind` that is none of
+        `msc.runtime.collectives`; of those arguments members may have different ones.
+        """
         number = self._counts[rank, group]
         self._counts[rank, group] += 1
-        described = ", ".join([describe(value), *map(str, arguments)])
+        stated = () if together is not None else arguments
+        described = ", ".join([describe(value), *map(str, stated)])
         token = Token(rank, f"{kind}({described}) on '{group}'", site, (value,))
         shape = tuple(value.shape[1:]) if kind == "all_to_all" else tuple(value.shape)
-        signature = (kind, shape, value.dtype, () if kind == "all_to_all" else arguments)
+        signature = (kind, shape, value.dtype, () if kind == "all_to_all" else stated)
         _check_divides(kind, value, arguments, members, token)
         key = (group, members, number)
-        entry = self._open.setdefault(key, _Collective(kind, group, number, members, signature))
+        made = _Collective(kind, group, number, members, signature, together)
+        entry = self._open.setdefault(key, made)
         if entry.signature != signature:
             first, _ = next(iter(entry.started.values()))
             raise _mismatch(entry, first, token)
@@ -181,7 +189,11 @@ def _fire(entry: _Collective) -> None:
     arguments = [entry.started[rank][1] for rank in entry.members]
     if entry.kind == "all_to_all":
         _check_splits(entry, arguments)
-    results = collectives.run(entry.kind, [token.inputs[0] for token in tokens], arguments)
+    if entry.together is not None:
+        results = entry.together(arguments)
+    else:
+        inputs = [token.inputs[0] for token in tokens]
+        results = collectives.run(entry.kind, inputs, arguments)
     for token, result in zip(tokens, results, strict=True):
         token.complete(result)
 

@@ -15,6 +15,7 @@ from msc.codegen.devices import on_device
 from msc.codegen.emit import emit
 from msc.codegen.inductor import compile_graph
 from msc.codegen.kernel_calls.choice import choose
+from msc.codegen.kernel_calls.fused_collectives import FusedCall
 from msc.cost.measurements import Measurements
 from msc.ir import actions
 from msc.ir.communication import fused_nodes, used_channels, used_groups
@@ -22,11 +23,17 @@ from msc.ir.errors import InputError
 from msc.ir.mesh import Mesh
 from msc.runtime import fused_collectives as fused
 from msc.runtime.actions import LocalActions
-from msc.runtime.process_groups import ProcessGroups
+from msc.runtime.fused_kernels.process import ProcessKernels
+from msc.runtime.process_groups import ProcessGroups, device_of
 from msc.runtime.shared_memory import SharedMemory, share
 from msc.runtime.transport import GlooTransport, NativeTransport, Pending
 
 Backend = Literal["aten", "inductor"]
+
+_IN_SHARED_MEMORY = (
+    "between processes on the CPU ranks multiply in shared memory, or one after the other: no "
+    "interpreter has the kernels of several processes"
+)
 
 WRITING = (actions.lamb_sums.__name__, *(action.__name__ for action in actions.UPDATES))
 """The actions that write into parameters or moments."""
@@ -61,12 +68,14 @@ class ProcessExecutor:
             rank_of or ProcessRank, mesh, dist.get_rank(), before_update=before_update
         )
         self._mesh = mesh
+        device = device_of(str(dist.get_backend()))
+        if device.type != "cpu":
+            rank_graph = on_device(rank_graph, device)
+        unfused = _IN_SHARED_MEMORY if device.type == "cpu" else ""
+        self.choice = choose(device, [rank_graph], measured, unfused=unfused)
         self.join()
-        if self.groups.device.type != "cpu":
-            rank_graph = on_device(rank_graph, self.groups.device)
-        choice = choose(self.groups.device, [rank_graph], measured)
         compiler = compile_graph if backend == "inductor" else None
-        self.emitted = emit(rank_graph, "process", compiler, choice)
+        self.emitted = emit(rank_graph, "process", compiler, self.choice)
         self._program = self.emitted.program
         self._names = [node.name for node in rank_graph.graph.find_nodes(op="placeholder")]
 
@@ -80,7 +89,8 @@ class ProcessExecutor:
             self._mesh, dist.get_rank(), used_groups(graph), used_channels(graph), self._timeout
         )
         self.memories = _memories(self.groups, graph, self._timeout)
-        self._rt = self._rank_of(groups=self.groups, memories=self.memories)
+        kernels = ProcessKernels(self.choice, self.groups)
+        self._rt = self._rank_of(groups=self.groups, memories=self.memories, kernels=kernels)
 
     def abort(self) -> None:
         """End every wait of this rank for another one with an error; any thread may call it."""
@@ -105,7 +115,8 @@ class ProcessExecutor:
 class ProcessRank(LocalActions):
     """`rt` of the process dialect.
 
-    memories: of the groups whose fused collectives run in shared memory.
+    memories: of the groups whose fused collectives run in shared memory. kernels: runs those that
+    generated code gives kernels for.
     """
 
     def __init__(
@@ -115,6 +126,7 @@ class ProcessRank(LocalActions):
         groups: ProcessGroups,
         memories: Mapping[str, SharedMemory],
         before_update: Callable[[], None] | None = None,
+        kernels: ProcessKernels | None = None,
     ) -> None:
         super().__init__(mesh, rank)
         if before_update is not None:
@@ -122,6 +134,7 @@ class ProcessRank(LocalActions):
                 setattr(self, name, _behind(before_update, getattr(self, name)))
         self._groups = groups
         self._memories = memories
+        self._kernels = kernels
         self._transport = GlooTransport() if groups.backend == "gloo" else NativeTransport()
 
     @staticmethod
@@ -153,9 +166,14 @@ class ProcessRank(LocalActions):
             return _alone(value)
         return self._transport.all_to_all(value, received, sent, to)
 
-    def all_gather_matmul(self, x: Tensor, *operands: Any) -> list[Tensor]:
+    def all_gather_matmul(
+        self, x: Tensor, *operands: Any, kernel: FusedCall | None = None
+    ) -> list[Tensor]:
         """Gather and multiply; operands as those of the op, then the site."""
         *rest, size, group, site = operands
+        done: list[Tensor] | None = self._in_kernels(kernel, (x, *operands[:-1]))
+        if done is not None:
+            return done
         memory = self._memories.get(group)
         if memory is not None:
             return fused.all_gather_matmul(memory, site, x, *rest)
@@ -166,9 +184,14 @@ class ProcessRank(LocalActions):
 
         return fused.gather_then_multiply(gather, size, x, *rest)
 
-    def matmul_reduce_scatter(self, x: Tensor, *operands: Any) -> Tensor:
+    def matmul_reduce_scatter(
+        self, x: Tensor, *operands: Any, kernel: FusedCall | None = None
+    ) -> Tensor:
         """Multiply and reduce; operands as those of the op, then the site."""
         *rest, size, group, site = operands
+        done: Tensor | None = self._in_kernels(kernel, (x, *operands[:-1]))
+        if done is not None:
+            return done
         memory = self._memories.get(group)
         if memory is not None:
             return fused.matmul_reduce_scatter(memory, site, x, *rest)
@@ -179,6 +202,12 @@ class ProcessRank(LocalActions):
             return result
 
         return fused.multiply_then_reduce(reduce_scatter, size, x, *rest)
+
+    def _in_kernels(self, call: FusedCall | None, operands: Sequence[Any]) -> Any:
+        """What the kernels of a fused collective give, or None where there are none to use."""
+        if call is None or self._kernels is None:
+            return None
+        return self._kernels.run(call, operands)
 
     def send(self, values: Sequence[Tensor], stage: int, channel: str, site: str) -> Pending:
         """Start sending to the rank at pp coordinate `stage`."""

@@ -60,7 +60,7 @@ class ProcessGroups:
         self.mesh = mesh
         self.rank = rank
         self.backend = str(dist.get_backend())
-        self.device = _device(self.backend)
+        self.device = device_of(self.backend)
         self._timeout = timeout
         self._check_world()
         here = mesh.coordinate(rank)
@@ -128,7 +128,7 @@ class ProcessGroups:
             raise PlanError(f"Channels {sorted(names)} have equal tags; rename one of them.")
 
 
-def _device(backend: str) -> torch.device:
+def device_of(backend: str) -> torch.device:
     """Where the tensors of a backend live."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else _CPU
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from msc.codegen.emit import Emitter
 from msc.codegen.kernel_calls.choice import KernelChoice
+from msc.codegen.kernel_calls.fused_collectives import FusedCall
 from msc.ir.errors import CommunicationError, InputError
 from msc.ir.groups import Group
 from msc.ir.mesh import Mesh
@@ -26,6 +27,7 @@ from msc.ir.ops.fused_collectives import (
     products,
 )
 from msc.runtime.actions import LocalActions
+from msc.runtime.fused_kernels.virtual import VirtualKernels
 from msc.runtime.network import Network, Token
 
 Pick = Callable[[Sequence[int]], int]
@@ -40,6 +42,8 @@ class VirtualExecutor:
     pick: chooses the next rank among those that can go on, for tests of the interleaving; without
         it they take turns in rank order.
     choice: which calls run in Triton kernels; without it, none.
+    kernels: runs those of fused collectives, of all ranks of a group at once; without it they run
+        unfused.
     """
 
     def __init__(
@@ -50,8 +54,10 @@ class VirtualExecutor:
         rendezvous: bool = False,
         pick: Pick | None = None,
         choice: KernelChoice | None = None,
+        kernels: VirtualKernels | None = None,
     ) -> None:
         self.mesh = mesh
+        self._kernels = kernels
         self._rendezvous = rendezvous
         self._pick = pick
         emitter = Emitter("virtual", choice=choice)
@@ -75,7 +81,7 @@ class VirtualExecutor:
         seen: set[int] = set()
         ranks = [
             _Rank(
-                VirtualRank(self.mesh, rank, network),
+                VirtualRank(self.mesh, rank, network, self._kernels),
                 function,
                 waits,
                 [_own(value, seen) for value in inputs[rank]],
@@ -113,9 +119,12 @@ class VirtualExecutor:
 class VirtualRank(LocalActions):
     """`rt` of one rank in the virtual dialect."""
 
-    def __init__(self, mesh: Mesh, rank: int, network: Network) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int, network: Network, kernels: VirtualKernels | None = None
+    ) -> None:
         super().__init__(mesh, rank)
         self._network = network
+        self._kernels = kernels
 
     def _start(
         self, kind: str, value: Tensor, rest: tuple[Any, ...], group: str, site: str
@@ -142,24 +151,52 @@ class VirtualRank(LocalActions):
         return self._start("all_to_all", value, (tuple(received), tuple(sent)), group, site)
 
     def all_gather_matmul(
-        self, x: Tensor, dim: int, *operands: Any
+        self, x: Tensor, dim: int, *operands: Any, kernel: FusedCall | None = None
     ) -> Generator[Token, Any, list[Tensor]]:
-        """Gather, then multiply; operands as those of the op, then the site."""
+        """Gather and multiply; operands as those of the op, then the site."""
         *rest, size, group, site = operands
+        done: list[Tensor] | None
+        done = yield from self._in_kernels(kernel, x, (dim, *rest, size, group), site)
+        if done is not None:
+            return done
         parts = yield self._start("all_gather", x.contiguous(), (size,), group, site)
         return products(from_parts(parts, x.shape, dim, size), *rest)
 
     def matmul_reduce_scatter(
-        self, x: Tensor, weight: Tensor, add: Tensor | None, transposed: bool, *operands: Any
+        self, x: Tensor, weight: Tensor, *operands: Any, kernel: FusedCall | None = None
     ) -> Generator[Token, Any, Tensor]:
-        """Multiply, then reduce; operands as those of the op, then the site."""
-        dim, size, group, site = operands
+        """Multiply and reduce; operands as those of the op, then the site."""
+        add, transposed, dim, size, group, site = operands
+        done: Tensor | None
+        done = yield from self._in_kernels(kernel, x, (weight, *operands[:-1]), site)
+        if done is not None:
+            return done
         own = product(x, weight, add, transposed)
         shape = part_shape(own.shape, dim, size)
         parts = into_parts(own, dim, size)
         del own
         part: Tensor = yield self._start("reduce_scatter", parts, ("sum", size), group, site)
         return part.view(shape)
+
+    def _in_kernels(
+        self, call: FusedCall | None, x: Tensor, operands: tuple[Any, ...], site: str
+    ) -> Generator[Token, Any, Any]:
+        """What the kernels of a fused collective give, or None where it has to run unfused."""
+        kernels = self._kernels
+        if call is None or kernels is None or call.failure:
+            return None
+        group = operands[-1]
+        members = Group.parse(group).members(self.mesh, self.rank)
+
+        def together(given: Sequence[Any]) -> Sequence[Any]:
+            return kernels.run(call, members, given)
+
+        kind = call.op.removeprefix("msc.")
+        return (
+            yield self._network.collective(
+                kind, x, (x, *operands), group, members, self.rank, site, together
+            )
+        )
 
     def send(self, values: Sequence[Tensor], stage: int, channel: str, site: str) -> Token:
         """Start sending to the rank at pp coordinate `stage`."""

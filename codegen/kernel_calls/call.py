@@ -93,7 +93,11 @@ class KernelCall:
                     prepare(kernel, values)
         except KernelError as error:
             self.failure = str(error)
-            _warn(self.op, self.where, self.failure)
+            warn_once(
+                self.op,
+                f"{self.op}{self.where} runs without its Triton kernel: {self.failure}. ATen "
+                "computes it from now on.",
+            )
             return False, None
         self._ready = True
         with exact_bfloat16() if interpreting() else contextlib.nullcontext():
@@ -111,14 +115,11 @@ def _is_fake(launches: Launches) -> bool:
 _warned: set[str] = set()
 
 
-def _warn(op: str, where: str, failure: str) -> None:
+def warn_once(op: str, text: str) -> None:
+    """Say why an op runs without its kernels; of further calls of the op nothing is said."""
     if op not in _warned:
         _warned.add(op)
-        warnings.warn(
-            f"{op}{where} runs without its Triton kernel: {failure}. ATen computes it from now on.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def dense(value: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ pointwise ops, embeddings) are none of it.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,13 @@ from msc.codegen.kernel_calls.call import KernelCall, Plan
 from msc.codegen.kernel_calls.cross_entropy import nll_terms, nll_terms_backward
 from msc.codegen.kernel_calls.device import Kernels, kernels_on
 from msc.codegen.kernel_calls.dropout import dropout
+from msc.codegen.kernel_calls.fused_collectives import (
+    FusedCall,
+    GatherPlan,
+    ScatterPlan,
+    gather_plan,
+    scatter_plan,
+)
 from msc.codegen.kernel_calls.linear import linear, linear_dgrad, linear_wgrad
 from msc.codegen.kernel_calls.norm import (
     layer_norm,
@@ -59,13 +67,6 @@ class OpKernels:
     tiled: bool = False
 
 
-def _unfused(target: Target, *args: Any, **kwargs: Any) -> Plan:
-    raise PlanError(
-        "no executor runs the kernel that hides the collective: it and the products follow each "
-        "other, the products in ATen"
-    )
-
-
 _PRODUCT = (
     "bias and sum in the product's own pass",
     "cuBLAS adds bias and sum in its own call, and no kernel has been seen to beat it",
@@ -91,9 +92,15 @@ OPS: dict[Any, OpKernels] = {
     actions.adam: OpKernels(adam, _STEP),
     actions.lamb_sums: OpKernels(lamb_sums, _STEP),
     actions.lamb: OpKernels(lamb, _STEP),
-    ALL_GATHER_MATMUL: OpKernels(_unfused, ""),
-    MATMUL_REDUCE_SCATTER: OpKernels(_unfused, ""),
 }
+
+FUSED_OPS: dict[Any, tuple[Callable[..., GatherPlan | ScatterPlan], str]] = {
+    ALL_GATHER_MATMUL: (gather_plan, "a tile starts when the rows that it reads are there"),
+    MATMUL_REDUCE_SCATTER: (scatter_plan, "a tile goes to the rank that owns it when it is made"),
+}
+"""What they are better at, and `maker(kernels, *args)`, which is told of the executor too."""
+
+_BETWEEN_PROCESSES = "; between processes on the CPU in ATen, which multiplies in shared memory"
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,12 @@ class Decision:
 
 class _Entry:
     def __init__(
-        self, op: str, where: str, call: KernelCall | None, reason: str, slower: bool = False
+        self,
+        op: str,
+        where: str,
+        call: KernelCall | FusedCall | None,
+        reason: str,
+        slower: bool = False,
     ) -> None:
         self.op = op
         self.where = where
@@ -139,9 +151,21 @@ class KernelChoice:
         self._entries: dict[Any, _Entry] = {}
 
     def of(self, node: fx.Node) -> KernelCall | None:
-        """What computes a call; None where it is ATen's."""
+        """What computes a call; None where it is ATen's, or a fused collective."""
         entry = self._entry(node)
-        return None if entry is None else entry.call
+        call = None if entry is None else entry.call
+        return call if isinstance(call, KernelCall) else None
+
+    def fused(self, node: fx.Node) -> FusedCall | None:
+        """The kernels of a fused collective; None where it runs unfused."""
+        entry = self._entry(node)
+        call = None if entry is None else entry.call
+        return call if isinstance(call, FusedCall) else None
+
+    def fused_over(self, group: str) -> list[FusedCall]:
+        """All of a group's, in the order in which they were chosen: of its members the same one."""
+        calls = (entry.call for entry in self._entries.values())
+        return [call for call in calls if isinstance(call, FusedCall) and call.group == group]
 
     def look_at(self, graphs: Iterable[fx.GraphModule]) -> KernelChoice:
         """Choose for every call of some rank graphs, and of the graphs that they call."""
@@ -150,6 +174,11 @@ class KernelChoice:
                 for node in gm.graph.nodes:
                     self.of(node)
         return self
+
+    @property
+    def has_fused(self) -> bool:
+        """Whether any fused collective has kernels."""
+        return any(isinstance(entry.call, FusedCall) for entry in self._entries.values())
 
     @property
     def decisions(self) -> list[Decision]:
@@ -184,23 +213,26 @@ class KernelChoice:
         return sorted(found.values(), key=lambda kernel: (kernel.name, kernel.source))
 
     def _entry(self, node: fx.Node) -> _Entry | None:
-        op = OPS.get(node.target) if node.op == "call_function" else None
-        if op is None or self.kernels.target is None:
+        known = node.target in OPS or node.target in FUSED_OPS
+        if node.op != "call_function" or not known or self.kernels.target is None:
             return None
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
         key = (node.target, _described((args, kwargs)))
         if key not in self._entries:
-            self._entries[key] = self._made(node, op, args, kwargs)
+            self._entries[key] = self._made(node, args, kwargs)
         entry = self._entries[key]
         entry.nodes[node] = None
         return entry
 
-    def _made(self, node: fx.Node, op: OpKernels, args: Any, kwargs: Mapping[str, Any]) -> _Entry:
+    def _made(self, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> _Entry:
         target: Any = node.target
         acts = target in actions.ACTIONS
         name = target.__name__ if acts else str(target).removesuffix(".default")
         path = node.meta.get("module_path")
         where = f" in {path}" if path else ""
+        if target in FUSED_OPS:
+            return self._made_fused(name, where, *FUSED_OPS[target], args)
+        op = OPS[target]
         way, why = "", op.why
         if measured := self._measured_of(node):
             way, why = _fastest(measured)
@@ -216,6 +248,22 @@ class KernelChoice:
             return _Entry(name, where, None, str(error))
         call = KernelCall(name, where, plan, _not_taken if acts else function_of(target))
         return _Entry(name, where, call, why)
+
+    def _made_fused(
+        self,
+        name: str,
+        where: str,
+        maker: Callable[..., GatherPlan | ScatterPlan],
+        why: str,
+        args: Sequence[Any],
+    ) -> _Entry:
+        assert self.kernels.target is not None
+        try:
+            call = FusedCall(name, where, maker(self.kernels, *args), args[-1])
+        except PlanError as error:
+            return _Entry(name, where, None, str(error))
+        more = _BETWEEN_PROCESSES if self.kernels.target.interpreted else ""
+        return _Entry(name, where, call, why + more)
 
     def _measured_of(self, node: fx.Node) -> Mapping[str, float]:
         """The seconds of a call on this very kind of device, if `msc tune` measured it there."""
@@ -281,12 +329,17 @@ def choose(
     device: torch.device,
     graphs: Iterable[fx.GraphModule],
     measured: Measurements | None = None,
+    *,
+    shared: bool = False,
+    unfused: str = "",
 ) -> KernelChoice:
     """The choice for a device, with a warning where `MSC_TRITON` asks for what there is not.
 
-    measured: what `msc tune` found; it counts on the device that it is of.
+    measured: what `msc tune` found; it counts on the device that it is of. shared, unfused: as of
+    `Kernels`.
     """
-    choice = KernelChoice(kernels_on(device), measured).look_at(graphs)
+    kernels = dataclasses.replace(kernels_on(device), shared=shared, unfused=unfused)
+    choice = KernelChoice(kernels, measured).look_at(graphs)
     missing = _missing(choice)
     if missing:
         warnings.warn(missing, RuntimeWarning, stacklevel=2)

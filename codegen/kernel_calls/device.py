@@ -23,7 +23,8 @@ class Kernels:
 
     everywhere: also where the vendor's library is preferred. asked: the user asked for kernels, so
     that a call which has none is worth a warning. device: its name among measurements, "" where
-    none is here.
+    none is here. shared: all ranks of a group run on the device. unfused: why the executor runs no
+    kernels of fused collectives, or "".
     """
 
     target: Target | None
@@ -31,6 +32,8 @@ class Kernels:
     everywhere: bool = False
     asked: bool = False
     device: str = ""
+    shared: bool = False
+    unfused: str = ""
 
 
 def kernels_on(device: torch.device) -> Kernels:

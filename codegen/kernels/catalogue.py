@@ -125,9 +125,9 @@ def fused(model: Model, target: Target) -> Iterator[Kernel]:
     yield gather_gemm.emit(_gather(hidden, (heads,), target, plain, b_layout="kn"))
     # forward of the row-parallel linears, input gradient of the column-parallel ones
     for k, layout in ((wide, "nk"), (heads, "nk"), (wide, "kn"), (model.qkv, "kn")):
-        yield gemm_scatter.emit(
-            GemmScatter(TOKENS, hidden, k, TP, DTYPE, target, many, b_layout=layout)
-        )
+        scatter = GemmScatter(TOKENS, hidden, k, TP, DTYPE, target, many, b_layout=layout)
+        yield gemm_scatter.emit(scatter)
+        yield gemm_scatter.emit_sum(scatter)
     for gathered, n, k in (("x", wide, hidden), ("dy", hidden, wide), ("x", model.qkv, hidden)):
         yield gather_weight_gradient.emit(
             GatherWeightGradient(TOKENS, n, k, gathered, TP, DTYPE, target, plain)

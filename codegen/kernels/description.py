@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +88,7 @@ class Kernel:
     """An emitted kernel.
 
     source: the text of a Python module whose function `entry` is the kernel. grid: programs per
-    dim. cooperative: all programs must be resident at once, since some wait for others. matrix:
-    its work is products of matrices, which belong on tensor cores.
+    dim. matrix: its work is products of matrices, which belong on tensor cores.
     """
 
     name: str
@@ -101,13 +100,15 @@ class Kernel:
     warps: int
     stages: int
     matrix: bool = False
-    cooperative: bool = False
+
+    def pick(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Of values by name those that are its arguments."""
+        return {argument.name: values[argument.name] for argument in self.arguments}
 
     @property
     def options(self) -> dict[str, Any]:
         """What Triton is told besides the arguments, to compile it or to launch it."""
-        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
-        return options | ({"launch_cooperative_grid": True} if self.cooperative else {})
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 def signature(arguments: Iterable[Argument]) -> str:

@@ -50,7 +50,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 # A mode that sees every op: what a module's initialization does to its parameters.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-LATE_IMPORTS = ("torch._functorch.aot_autograd",)
+LATE_IMPORTS = ("torch._functorch.aot_autograd", "torch.distributed._symmetric_memory")
 """Modules that are imported when something is compiled, which takes seconds."""
 
 
@@ -78,6 +78,24 @@ def named_group(
     assert isinstance(group, torch.distributed.ProcessGroup)  # this rank is a member
     _world.pg_group_ranks[group] = {member: place for place, member in enumerate(members)}
     return group
+
+
+def symmetric_memory(
+    size: int, device: torch.device, group: torch.distributed.ProcessGroup
+) -> list[torch.Tensor]:
+    """So many zeroed bytes of each rank of a group, in order, which all of its ranks reach.
+
+    Collective, and for CUDA devices of one host. RuntimeError where they cannot reach each other.
+    torch.distributed has no public name for it; torch 2.11 and 2.13 have the same one.
+    """
+    from torch.distributed import _symmetric_memory
+
+    own = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    handle: Any = _symmetric_memory.rendezvous(own, group)
+    own.zero_()
+    handle.barrier()  # on the device: nobody writes to memory that is not zeroed yet
+    others = range(handle.world_size)
+    return [own if r == handle.rank else handle.get_buffer(r, (size,), own.dtype) for r in others]
 
 
 def is_mutable(op: OpOverload) -> bool:

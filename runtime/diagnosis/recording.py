@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from msc.codegen.kernel_calls.fused_collectives import FusedCall
 from msc.ir.mesh import Mesh
 from msc.runtime.diagnosis.recorder import Recorder
 from msc.runtime.diagnosis.schedule import collective_channel, message_channel
+from msc.runtime.fused_kernels.process import ProcessKernels
 from msc.runtime.process import ProcessRank
 from msc.runtime.process_groups import ProcessGroups
 from msc.runtime.shared_memory import SharedMemory
@@ -30,8 +33,9 @@ class RecordingRank(ProcessRank):
         memories: Mapping[str, SharedMemory],
         before_update: Callable[[], None] | None,
         recorder: Recorder,
+        kernels: ProcessKernels | None = None,
     ) -> None:
-        super().__init__(mesh, rank, groups, memories, before_update)
+        super().__init__(mesh, rank, groups, memories, before_update, kernels)
         self._recorder = recorder
         self._ring = recorder.ring
 
@@ -68,11 +72,17 @@ class RecordingRank(ProcessRank):
         started = super().all_to_all(value, received, sent, group, site)
         return self._record("all_to_all", group, value, started)
 
-    def all_gather_matmul(self, x: Tensor, *operands: Any) -> list[Tensor]:
-        return self._at_once("all_gather_matmul", super().all_gather_matmul, x, *operands)
+    def all_gather_matmul(
+        self, x: Tensor, *operands: Any, kernel: FusedCall | None = None
+    ) -> list[Tensor]:
+        run = functools.partial(super().all_gather_matmul, kernel=kernel)
+        return self._at_once("all_gather_matmul", run, x, *operands)
 
-    def matmul_reduce_scatter(self, x: Tensor, *operands: Any) -> Tensor:
-        return self._at_once("matmul_reduce_scatter", super().matmul_reduce_scatter, x, *operands)
+    def matmul_reduce_scatter(
+        self, x: Tensor, *operands: Any, kernel: FusedCall | None = None
+    ) -> Tensor:
+        run = functools.partial(super().matmul_reduce_scatter, kernel=kernel)
+        return self._at_once("matmul_reduce_scatter", run, x, *operands)
 
     def _at_once(
         self, kind: str, run: Callable[..., _Result], x: Tensor, *operands: Any

@@ -138,7 +138,8 @@ class _Runner:
         target: Any = node.target
         call = None if self.choice is None else self.choice.of(node)
         if target in FUSED:
-            return UNFUSED[FUSED[target]], args
+            fused = None if self.choice is None else self.choice.fused(node)
+            return UNFUSED[FUSED[target]] if fused is None else fused.plan.allocate, args
         if target in actions.ACTIONS:
             name = target.__name__
             in_place = target is actions.accumulate and args[0] is not None and reuses_total(node)

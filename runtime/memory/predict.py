@@ -26,19 +26,22 @@ from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.codegen.lifetime import last_uses, unpacked
 from msc.cost.flops import nbytes
 from msc.ir import actions
-from msc.ir.communication import COLLECTIVES, WAITS, subgraph
+from msc.ir.communication import COLLECTIVES, WAITS, fused_nodes, subgraph
 from msc.ir.structure import placeholders
 from msc.ir.values import operand_nodes
+from msc.runtime.fused_kernels.arena import layout_of
 from msc.runtime.memory.calls import CallMemories, CallMemory, Fresh, Operand
 
 
 class MemoryPredictor:
     """Predicts the memory of rank graphs; what graphs have in common is looked at once.
 
-    choice: which calls run in Triton kernels; without it, none.
+    choice: which calls run in Triton kernels; without it, none. What ranks share for kernels of
+    fused collectives is there from the first step on.
     """
 
     def __init__(self, choice: KernelChoice | None = None) -> None:
+        self._choice = choice
         self._calls = CallMemories(choice)
 
     def bytes(self, graph: fx.GraphModule) -> int:
@@ -60,12 +63,20 @@ class MemoryPredictor:
         held = _Held(tuple(range(len(given))), (True,) * len(given), sizes)
         frame = _Walker(self._calls).frame(graph, held)
         frame.run()
-        start = sum(sizes)
+        start = sum(sizes) + self._shared(graph)
         found: list[int] = []
         for node in graph.graph.nodes:
             most = frame.most.get(node)
             found.append((found[-1] if found else start) if most is None else start + most)
         return found
+
+    def _shared(self, graph: fx.GraphModule) -> int:
+        """The memory of the fused kernels of all groups of a graph."""
+        if self._choice is None:
+            return 0
+        calls = [self._choice.fused(node) for node in fused_nodes(graph)]
+        groups = {call.group for call in calls if call is not None}
+        return sum(layout_of(self._choice.fused_over(group)).total for group in groups)
 
 
 @dataclass(frozen=True)

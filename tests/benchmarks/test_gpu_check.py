@@ -60,9 +60,15 @@ def test_every_op_is_right_on_the_cpu(
         "dropout",
         "adamw",
         "gather_gemm over PCIe, n=48",
+        "gemm_scatter over PCIe, n=48",
+        "gather_gemm, copies paced to 150 GB/s",
+        "gather_gemm, copies paced to 300 GB/s",
+        "gather_gemm, copies paced to 450 GB/s",
         "gemm_scatter, 2 virtual ranks",
         "gemm_scatter, 2 virtual ranks, same bits",
     }
+    (fused,) = [row for row in data["rows"] if row["name"].startswith("fused collectives")]
+    assert "no kernel given up" in fused["message"]
     assert "attention causal, grouped heads" in capsys.readouterr().out
 
 

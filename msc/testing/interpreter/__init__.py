@@ -8,6 +8,8 @@ with the programs of several ranks at once under a weak memory model.
     executor.launch(rank, kernel, tensors)
     executor.run()
 
+`queues.py` runs the fused collectives of programs in it (`msc.runtime.fused_kernels`).
+
 Triton interprets only where TRITON_INTERPRET=1 was set before it was first imported.
 """
 

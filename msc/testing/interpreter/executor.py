@@ -284,8 +284,10 @@ class Executor:
 
         order = interpreter._ir.MEM_SEMANTIC
         polls = not value.data.any()
-        if not polls:
-            task.polled_at = -1
+        asked = int(pointer.data.flat[0])
+        if not polls or asked != task.polled:
+            task.polled_at = -1  # of another flag it does not know yet
+        task.polled = asked
         if sem in (order.RELEASE, order.ACQUIRE_RELEASE):
             self._memory.release(task.view)
         self._switch()  # others run between the stores and the signal

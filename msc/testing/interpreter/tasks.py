@@ -23,6 +23,8 @@ class Task(greenlet):  # type: ignore[misc]  # greenlet has no types
         """Whether it runs only when no other task can."""
         self.polled_at = -1
         """The version of memory at which it last found nothing new."""
+        self.polled = 0
+        """The address of the flag that it last asked for."""
 
 
 @dataclass

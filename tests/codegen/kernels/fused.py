@@ -21,19 +21,22 @@ from msc.testing.interpreter import Executor
 from msc.testing.interpreter.copy_engine import CopyEngine
 from msc.testing.interpreter.tasks import Launch
 
-Mutation = Callable[[Kernel], Kernel]
+Mutation = Callable[[list[Kernel]], list[Kernel]]
 
 
-def unchanged(kernel: Kernel) -> Kernel:
-    return kernel
+def unchanged(kernels: list[Kernel]) -> list[Kernel]:
+    return kernels
 
 
 def replaced(old: str, new: str) -> Mutation:
-    """A mutation of the kernel's text, which must have the old text."""
+    """A mutation of the text of kernels, of which one must have the old text."""
 
-    def mutate(kernel: Kernel) -> Kernel:
-        assert old in kernel.source, f"{old!r} is not in the kernel"
-        return dataclasses.replace(kernel, source=kernel.source.replace(old, new))
+    def mutate(kernels: list[Kernel]) -> list[Kernel]:
+        assert any(old in kernel.source for kernel in kernels), f"{old!r} is in no kernel"
+        return [
+            dataclasses.replace(kernel, source=kernel.source.replace(old, new))
+            for kernel in kernels
+        ]
 
     return mutate
 
@@ -87,7 +90,7 @@ def run_gather(gather: GatherGemm, calls: Calls) -> float:
             results.append((c, rows @ b.double().t()))
         return values, results
 
-    kernel = calls.mutate(gather_gemm.emit(gather))
+    (kernel,) = calls.mutate([gather_gemm.emit(gather)])
     return _run_gathered(kernel, gather.chunks, (gather.k, dtype), "a", operands, calls)
 
 
@@ -103,7 +106,7 @@ def run_weight_gradient(gradient: GatherWeightGradient, calls: Calls) -> float:
         dy, x = (factor.double(), rows) if gathered_x else (rows, factor.double())
         return {"dy" if gathered_x else "x": factor, "dw": dw}, [(dw, dy.t() @ x)]
 
-    kernel = calls.mutate(gather_weight_gradient.emit(gradient))
+    (kernel,) = calls.mutate([gather_weight_gradient.emit(gradient)])
     row = (own, dtype)
     return _run_gathered(kernel, gradient.chunks, row, gradient.gathered, operands, calls)
 
@@ -211,7 +214,7 @@ def run_scatter(
     ranks, chunk = scatter.ranks, scatter.chunks.chunk
     dtype = getattr(torch, scatter.dtype)
     staged = getattr(torch, scatter.staged or scatter.dtype)
-    kernel = calls.mutate(gemm_scatter.emit(scatter))
+    kernels = calls.mutate([gemm_scatter.emit(scatter), gemm_scatter.emit_sum(scatter)])
     executor = Executor(calls.seed, ranks, calls.resident)
     generator = torch.Generator().manual_seed(data_seed)
     slots = [
@@ -230,8 +233,12 @@ def run_scatter(
             )
             for _ in range(ranks)
         ]
+        shape = (scatter.n,) if scatter.add == "bias" else (scatter.m, scatter.n)
+        added = [torch.randn(shape, generator=generator).to(dtype) for _ in range(ranks)]
         total = sum(a.double() @ b.double().t() for a, b in factors)
         assert isinstance(total, Tensor)
+        if scatter.add:
+            total = total + sum(own.double() for own in added)
         for rank, (a, b) in enumerate(factors):
             c = poisoned(chunk, scatter.n, dtype=dtype)
             results.append((c, total[rank * chunk : (rank + 1) * chunk]))
@@ -245,7 +252,9 @@ def run_scatter(
                 "counters_of": addresses(counters[counter]),
                 "rank": rank,
                 "want": want(ranks, call) + calls.want_more,
+                **({scatter.add: added[rank]} if scatter.add else {}),
             }
-            executor.launch(rank, kernel, values)
+            for kernel in kernels:
+                executor.launch(rank, kernel, kernel.pick(values))
     executor.run()
     return max(error(c, wanted) for c, wanted in results), [c for c, _ in results]

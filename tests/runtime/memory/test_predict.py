@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from msc.codegen.kernel_calls.choice import KernelChoice
+from msc.codegen.kernel_calls.device import kernels_for
 from msc.ir import actions
 from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from msc.ir.optimizer import AdamW
@@ -162,6 +164,25 @@ def test_a_fused_collective_needs_what_it_needs_unfused() -> None:
     x, w = build.input("x", 8, 10), build.input("w", 5, 10)
     y = build.call(MATMUL_REDUCE_SCATTER, x, w, None, False, 0, 2, "tp")
     assert built(build, y) == 8 * (80 + 50 + 40 + 20)
+
+
+def test_kernels_of_fused_collectives_need_no_gathered_value_of_their_own() -> None:
+    """What ranks share holds it, and what they sum, from the first step on."""
+    build = Builder()
+    x, w, v = (build.input(n, *s, dtype=torch.float32) for n, s in SHAPES.items())
+    args: tuple[Any, ...] = (x, 0, [w], [None], [False], [], [], False, 2, "tp")
+    y = build.item(build.call(ALL_GATHER_MATMUL, *args), 0)
+    z = build.call(MATMUL_REDUCE_SCATTER, y, v, None, False, 0, 2, "tp")
+    choice = KernelChoice(kernels_for("interpreter"))
+    found = MemoryPredictor(choice).bytes(build.done(z))
+    assert choice.has_fused
+    buffers = 2 * (4 * 8 * 16 + 4 * 8 * 16)  # rows of x, and products: each [8, 16], twice
+    flags = 4 * 256  # announcements, flags and two sets of counters, each in a place of its own
+    values = 4 * 16 + 16 * 16 + 16 * 16 + 8 * 16 + 4 * 16  # the inputs, y and z
+    assert found == buffers + flags + 4 * values
+
+
+SHAPES = {"x": (4, 16), "w": (16, 16), "v": (16, 16)}
 
 
 def test_what_a_fused_gather_keeps_stays() -> None:

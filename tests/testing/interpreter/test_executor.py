@@ -130,6 +130,25 @@ def test_a_release_does_not_cover_what_the_tma_unit_still_holds(finish: str) -> 
     assert all(outcomes) == bool(finish)
 
 
+def test_a_flag_that_was_raised_before_is_no_deadlock() -> None:
+    """A program that asks for one flag after another, and finds both raised."""
+    twice = """
+@triton.jit
+def reader(first, second, found):
+    while tl.atomic_add(first, 0, sem="acquire", scope="sys") < 1:
+        pass
+    while tl.atomic_add(second, 0, sem="acquire", scope="sys") < 1:
+        pass
+    tl.store(found, 1)
+"""
+    first, second, found = zeros(1) + 1, zeros(1) + 1, zeros(1)
+    executor = Executor(0, ranks=1)
+    read = kernel(twice, entry="reader", names="first second found")
+    executor.launch(0, read, {"first": first, "second": second, "found": found})
+    executor.run()
+    assert found.item() == 1
+
+
 def test_a_deadlock_names_who_waits() -> None:
     executor = Executor(0, ranks=1)
     read = kernel(READER, entry="reader", names="data flag found", programs=3)

@@ -1,0 +1,1 @@
+"""Fused collectives in Triton kernels: memory that ranks share, queues of copies and launches."""
