@@ -68,6 +68,7 @@ def compile(
     zero: int = 0,
     shard_group: int | None = None,
     fuse_collectives: bool | str = "auto",
+    fuse_loss: bool = False,
 ) -> Program:
     """Compile a single-device model into one program per rank of `mesh`.
 
@@ -116,6 +117,9 @@ def compile(
             or make their values: "auto" where the cost model finds that it pays, which needs a
             `cluster`; True wherever that is possible; False nowhere.
             `report.fused_collectives` lists each place.
+        fuse_loss: whether a linear head becomes one op with its cross entropy, so that the logits
+            of a micro-batch are never all in memory; the backward makes them again, which costs one
+            more product of the head. `report.fused_losses` lists each head.
 
     Raises:
         CaptureError: the model is not one graph; names the user's line.
@@ -128,7 +132,7 @@ def compile(
     _check_shard_group(shard_group, worlds.here.mesh)
     _require_bytes(memory)
     _check_backend(backend)
-    _check_fusing(fuse_collectives)
+    _check_fusing(fuse_collectives, fuse_loss)
     optimizer = as_optimizer(optimizer, model)
     dtype, master = _dtype(precision)
     pipeline = TRAIN.with_user_passes(passes or {})
@@ -146,6 +150,7 @@ def compile(
         rewrites=as_rewrites(rewrites),
         recompute=as_recompute(recompute),
         fuse_collectives=fuse_collectives,
+        fuse_loss=fuse_loss,
         measure=MemoryPredictor().bytes,
         step_seconds=None if cost.cluster is None else _seconds_on(cost.cluster),
         zero=zero,
@@ -269,9 +274,11 @@ def _check_backend(backend: str) -> None:
         raise UserError(f"Backend '{backend}' is unknown. The backends are {', '.join(BACKENDS)}.")
 
 
-def _check_fusing(fuse_collectives: Any) -> None:
+def _check_fusing(fuse_collectives: Any, fuse_loss: Any) -> None:
     if not isinstance(fuse_collectives, bool) and fuse_collectives != "auto":
         raise UserError(f"fuse_collectives is {fuse_collectives!r}; it is 'auto', True or False.")
+    if not isinstance(fuse_loss, bool):
+        raise UserError(f"fuse_loss is {fuse_loss!r}; it is True or False.")
 
 
 def _dtype(precision: str | torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:

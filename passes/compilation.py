@@ -47,7 +47,7 @@ class Settings:
     optimizers: of the parameters that are in a group, its hyperparameters; zero: what is split over
     dp: 1 optimizer state, 2 gradients too, 3 parameters too; shard_group: among so many neighbours;
     fuse_collectives: whether collectives become one op with their GEMMs, "auto": where that pays on
-    a cluster; in_flight: so many gathers, and so many reductions, of a group may be on their way.
+    a cluster; fuse_loss: whether linear heads become one op with their loss; in_flight: so many gathers, and so many reductions, of a group may be on their way.
     """
 
     mesh: Mesh
@@ -72,6 +72,7 @@ class Settings:
     measure: Callable[[fx.GraphModule], int] | None = None
     step_seconds: StepSeconds | None = None
     fuse_collectives: bool | str = "auto"
+    fuse_loss: bool = False
 
     def optimizer_of(self, name: str) -> Optimizer:
         """The hyperparameters of one parameter."""
@@ -182,6 +183,7 @@ class Compilation(Unit):
         self.notes: list[str] = []
         self.findings: list[Finding] = []
         self.fusions: list[Finding] = []
+        self.heads: list[Finding] = []
         self.stages_of = {}
         self.input_shapes = {}
         self.data_shards = {}
