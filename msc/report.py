@@ -51,8 +51,8 @@ class CompileReport:
     cpu_seconds: pass -> seconds; "capture" is the first.
     rewrites: each place that a rewrite looked at: what was done, or why it was left alone.
     fused_collectives: each collective beside a GEMM: that it was fused, or why it was left alone.
-    fused_losses: each cross entropy, with fuse_loss: that it is one op with its linear layer, or why
-        it is not.
+    fused_losses: with fuse_loss, each cross entropy: that it is one op with its linear layer, or
+        why it is not.
     model_flops: of the GEMMs of a step on one device: the forward, and twice that for the backward
         (Narayanan et al., SC 2021).
     schedule: what was chosen, and what it costs; chunk_stages: the pipeline stage of each chunk.

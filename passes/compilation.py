@@ -47,7 +47,8 @@ class Settings:
     optimizers: of the parameters that are in a group, its hyperparameters; zero: what is split over
     dp: 1 optimizer state, 2 gradients too, 3 parameters too; shard_group: among so many neighbours;
     fuse_collectives: whether collectives become one op with their GEMMs, "auto": where that pays on
-    a cluster; fuse_loss: whether linear heads become one op with their loss; in_flight: so many gathers, and so many reductions, of a group may be on their way.
+    a cluster; fuse_loss: whether linear heads become one op with their cross entropy; in_flight: so
+    many gathers, and so many reductions, of a group may be on their way.
     """
 
     mesh: Mesh

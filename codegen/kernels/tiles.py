@@ -72,6 +72,13 @@ def product_tiles(
     return gemm_tiles(target) if epilogue == Epilogue() else epilogue_tiles(target)
 
 
+def head_tiles(target: Target, size: tuple[int, int, int], dtype: str) -> Tiles:
+    """Tiles of a head with its loss, [m, n] logits over k, on any target."""
+    if target.interpreted or not on_tensor_cores(dtype):
+        return product_tiles(target, size, dtype, Epilogue())
+    return scatter_tiles(target)
+
+
 def fitting(length: int, most: int) -> int:
     """The power of two from 16 to `most` that holds `length`, or `most`."""
     return min(most, max(16, power_of_two(length)))
