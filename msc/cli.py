@@ -135,6 +135,10 @@ FuseOption = Annotated[
         help="Make collectives one op with their GEMMs: where it pays on the cluster, on or off.",
     ),
 ]
+FuseLoss = Annotated[
+    bool,
+    typer.Option("--fuse-loss", help="Never have all logits in memory: make them twice, in parts."),
+]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", help="Take placements from this file; search nothing.")
 ]
@@ -161,6 +165,7 @@ def verify(
     ] = None,
     recompute: RecomputeOption = "none",
     fuse_collectives: FuseOption = Fuse.auto,
+    fuse_loss: FuseLoss = False,
     plan: PlanFile = None,
     pins: PinsFile = None,
     as_json: Json = False,
@@ -182,6 +187,7 @@ def verify(
             precision=None if dtype is None else dtype.value,
             recompute=_recompute(recompute),
             fuse_collectives=_FUSE[fuse_collectives],
+            fuse_loss=fuse_loss,
             plan=plan,
             pins=load_pins(pins),
         )
@@ -213,6 +219,7 @@ def compile_command(
     memory: Memory = None,
     recompute: RecomputeOption = "none",
     fuse_collectives: FuseOption = Fuse.auto,
+    fuse_loss: FuseLoss = False,
     plan: PlanFile = None,
     pins: PinsFile = None,
     save_plan: Annotated[
@@ -241,6 +248,7 @@ def compile_command(
             memory=memory,
             recompute=recompute,
             fuse_collectives=_FUSE[fuse_collectives],
+            fuse_loss=fuse_loss,
             plan=plan,
         )
         if save_plan is not None:
@@ -308,6 +316,7 @@ def simulate(
     precision: Precision = None,
     recompute: RecomputeOption = "none",
     fuse_collectives: FuseOption = Fuse.auto,
+    fuse_loss: FuseLoss = False,
     plan: PlanFile = None,
     pins: PinsFile = None,
     trace: Annotated[
@@ -331,6 +340,7 @@ def simulate(
             cluster=cluster,
             recompute=recompute,
             fuse_collectives=_FUSE[fuse_collectives],
+            fuse_loss=fuse_loss,
             plan=plan,
         )
         result = program.simulate(cluster)

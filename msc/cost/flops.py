@@ -40,7 +40,10 @@ def call_flops(
     if not results:
         return 0
     if name.startswith("msc.linear_nll_terms"):
-        return _head_flops(operands, results, backward="backward" in name)
+        x, w = operands[:2]
+        # the gradient makes the logits again; of its results that of a bias alone has one dim
+        products = 1 + ("backward" in name) * sum(result.dim() > 1 for result in results)
+        return products * 2 * (x.numel() // x.shape[-1]) * w.numel()
     if name.startswith("msc.linear_wgrad"):
         return 2 * operands[0].numel() * operands[1].shape[-1]
     if name.startswith("msc.linear_dgrad"):
@@ -57,18 +60,6 @@ def call_flops(
         query, key = operands[0], operands[1]
         return 4 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
     return sum(result.numel() for result in results)
-
-
-def _head_flops(
-    operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor], backward: bool
-) -> int:
-    """Of a head with its loss: one product, and in the gradient one more for x and for the weight.
-
-    Both the weight and its gradient have two dims, and so do x and its own at least.
-    """
-    x, w = operands[2:4] if backward else operands[0:2]
-    products = 1 + sum(result.dim() > 1 for result in results) if backward else 1
-    return products * 2 * x.numel() // x.shape[-1] * w.numel()
 
 
 def window_of(node: fx.Node) -> int:

@@ -47,8 +47,9 @@ class FuseLoss(UnitPass):
                     done.add(id(local))
                     found = fuse_heads(local.gm, unit.fake_mode)
                     changes += sum(each.changed for each in found)
-                    # other variants find the same
-                    unit.heads += [each for each in found if each not in unit.heads]
+                    if variant is not unit.variants[0]:  # which finds the same, at other sizes
+                        found = [each for each in found if each not in unit.heads]
+                    unit.heads += found
         unit.remark(*map(str, unit.heads))
         if not changes:
             why = _ALL_STAY if unit.heads else _NONE

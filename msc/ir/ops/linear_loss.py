@@ -65,13 +65,13 @@ def linear_nll_terms(
 
 
 def linear_nll_terms_backward(
-    glse: Tensor,
-    gtarget: Tensor,
     x: Tensor,
     w: Tensor,
     b: Tensor | None,
     labels: Tensor,
     lse: Tensor,
+    glse: Tensor,
+    gtarget: Tensor,
     start: Tensor | None,
     transposed: bool,
     soft_cap: float,
@@ -187,13 +187,13 @@ def _linear_nll_terms_fake(
 
 
 def _linear_nll_terms_backward_fake(
-    glse: Tensor,
-    gtarget: Tensor,
     x: Tensor,
     w: Tensor,
     b: Tensor | None,
     labels: Tensor,
     lse: Tensor,
+    glse: Tensor,
+    gtarget: Tensor,
     start: Tensor | None,
     transposed: bool,
     soft_cap: float,
@@ -212,14 +212,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, glse: Tensor, gtarget: Tensor) -> tuple[Tensor | None, ...]:
     wanted = list(ctx.wanted)
     options = ctx.transposed, ctx.soft_cap, wanted
-    found = iter(LINEAR_NLL_TERMS_BACKWARD(glse, gtarget, *ctx.saved_tensors, *options))
+    *known, start = ctx.saved_tensors
+    found = iter(LINEAR_NLL_TERMS_BACKWARD(*known, glse, gtarget, start, *options))
     gradients = [next(found) if is_wanted else None for is_wanted in wanted]
     return *gradients, None, None, None, None
 
 
 LINEAR_NLL_TERMS_BACKWARD = define(
-    "linear_nll_terms_backward(Tensor glse, Tensor gtarget, Tensor x, Tensor w, Tensor? b,"
-    " Tensor labels, Tensor lse, Tensor? start, bool transposed, float soft_cap, bool[3] wanted)"
+    "linear_nll_terms_backward(Tensor x, Tensor w, Tensor? b, Tensor labels, Tensor lse,"
+    " Tensor glse, Tensor gtarget, Tensor? start, bool transposed, float soft_cap, bool[3] wanted)"
     " -> Tensor[]",
     linear_nll_terms_backward,
     _linear_nll_terms_backward_fake,

@@ -150,9 +150,9 @@ def test_a_head_with_its_loss_and_their_gradient(
         assert error(one, other) <= 2e-6
     weights = random(3, 5).double(), random(3, 5, seed=1).double()
     for wanted in ([True, True, False], [False, True, False], [True, False, False]):
-        own = (*weights, x, w, None, labels, found[0], *rest, wanted)
+        own = (x, w, None, labels, found[0], *weights, *rest, wanted)
         gradients = kernel_call(backward, *own)(*own)
-        exact = OP.linear_nll_terms_backward(*weights, *wide, found[0], *rest, wanted)
+        exact = OP.linear_nll_terms_backward(*wide, found[0], *weights, *rest, wanted)
         for one, other in zip(gradients, exact, strict=True):
             assert (one.shape, one.dtype) == (other.shape, dtype)
             assert error(one, other.double()) <= TOLERANCE[dtype]
