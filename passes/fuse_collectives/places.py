@@ -48,8 +48,8 @@ _UNEQUAL = (
     "that the axis divides"
 )
 _WITH_LOSS = (
-    "the head is one op with its loss (fuse_loss), which goes through the vocabulary and not through "
-    "the parts of the ranks"
+    "the head is one op with its loss (fuse_loss), which goes through the vocabulary part by part, "
+    "not through the rows"
 )
 _SEGMENTS = "the parts of a rank are not one run of one dim"
 _FAR = 12

@@ -47,8 +47,9 @@ class Move:
 class Head:
     """A cross entropy, and the way to its logits.
 
-    linear: the layer, None if the way ends elsewhere; between: the calls on the way, in order;
-    moves: what some of them do to rows; reason: why the head must stay, "" if it need not.
+    linear: the layer, None if the way begins at none in this block; between: the
+    calls on the way, in order; moves: what some of them do to rows; reason: why the head must stay,
+    "" if it need not.
     """
 
     terms: fx.Node
@@ -71,8 +72,10 @@ def _head(terms: fx.Node) -> Head:
     soft_cap = 0.0
     while node.target is not LINEAR or len(node.users) > 1:
         if len(node.users) > 1:
-            reason = f"%{node.name} has {len(node.users)} readers, so its logits must be in memory"
-            return Head(terms, node if node.target is LINEAR else None, reason=reason)
+            reason = (
+                f"logits %{node.name} have {len(node.users)} readers, so they must be in memory"
+            )
+            return Head(terms, _layer(node), reason=reason)
         capped = None if soft_cap else _soft_cap(node)
         if capped is not None:
             soft_cap, passed = capped
@@ -80,7 +83,7 @@ def _head(terms: fx.Node) -> Head:
         elif node.target in _MOVES or node.target in _COPIES or _is_made_wide(node):
             between.append(node)
         else:
-            return Head(terms, reason=_in_the_way(node))
+            return Head(terms, _layer(node), reason=_in_the_way(node))
         node = between[-1].all_input_nodes[0]
     if tensor_of(node).dim() == 1:
         return Head(terms, node, reason="its logits are those of one row, with no dim of rows")
@@ -90,6 +93,13 @@ def _head(terms: fx.Node) -> Head:
     except _OfTheVocabularyError as error:
         return Head(terms, node, reason=str(error))
     return Head(terms, node, tuple(between), moves, soft_cap)
+
+
+def _layer(node: fx.Node) -> fx.Node | None:
+    """The layer whose result, through whatever calls, is a value's first operand."""
+    while node.target is not LINEAR and node.op == "call_function" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node if node.target is LINEAR else None
 
 
 def _in_the_way(node: fx.Node) -> str:

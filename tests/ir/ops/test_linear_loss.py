@@ -94,7 +94,9 @@ def test_a_row_that_is_impossible_everywhere(columns: int) -> None:
     assert (lse.item(), picked.item()) == (float("-inf"), 0.0)
 
 
-@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (False, False, True)])
+@pytest.mark.parametrize(
+    "wanted", [(True, False, False), (False, True, True), (False, False, True)]
+)
 def test_only_what_is_wanted_is_made(wanted: tuple[bool, bool, bool]) -> None:
     x, w, b = operands(torch.float64, False, True)
     leaves = (x, w, b)
