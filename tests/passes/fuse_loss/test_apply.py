@@ -108,7 +108,7 @@ def test_what_is_fused(loss: Callable[[Tensor, Tensor], Tensor], bias: bool) -> 
     assert (node.args[2] is not None) == bias
     cap = node.args[6] if len(node.args) > 6 else 0.0
     assert cap == (2.5 if loss is capped else 0.0)
-    rows = {shifted: N * (S - 1), last_position: N}.get(loss, N * S)
+    rows = N * {shifted: S - 1, last_position: 1}.get(loss, S)  # type: ignore[arg-type]
     assert node.args[0].meta["val"].shape[:-1].numel() == rows
     torch.manual_seed(0)
     model = Head(loss, bias=bias).double()
