@@ -2,7 +2,7 @@
 
 The forward keeps of each tile of logits a maximum and a sum of exponentials per row, and the
 target's logit; a second kernel combines the tiles in their order. The backward makes the tiles
-again, and writes gradients of logits for as many rows as its caller has memory for: the input
+again, and writes gradients of logits for as many columns as its caller has memory for: the input
 gradient and the weight gradient are ordinary products of those (Wijmans et al., "Cut your losses in
 large-vocabulary language models", ICLR 2025; Hsu et al., "Liger kernel", 2024). With a part of the
 vocabulary, ranks combine the terms as those of `cross_entropy.py`.

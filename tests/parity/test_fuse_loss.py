@@ -54,6 +54,15 @@ def test_parity(name: str, options: dict[str, Any]) -> None:
     assert not any("fuse_loss" in note for note in report.notes)
 
 
+def test_collectives_of_a_fused_head_are_no_candidates_to_be_fused() -> None:
+    program = msc.compile(
+        small("gpt"), models.tokens(), mesh="tp=2", fuse_loss=True, fuse_collectives=True
+    )
+    found = [line for line in program.report.fused_collectives if "lm_head" in line]
+    assert len(found) == 2  # the gather before it, and the reduce-scatter of its gradient
+    assert all("left alone: the head is one op with its loss (fuse_loss)" in line for line in found)
+
+
 def test_a_soft_cap() -> None:
     """That of Gemma 2, whose head is its embedding, as transformers has it."""
     report = msc.verify(
