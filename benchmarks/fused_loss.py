@@ -80,7 +80,8 @@ class _Way:
         """The most bytes of a step."""
         with StorageMeter(self.given) as meter:
             self.program._virtual.run([self.given])
-        return meter.peak
+        most: int = meter.peak
+        return most
 
 
 def measure(config: GPTConfig, precision: str, rounds: int) -> Row:

@@ -26,8 +26,13 @@ from msc.ir.values import DTYPE_NAMES, tensor_of
 
 aten = torch.ops.aten
 
-_VIEWS = (aten.reshape.default, aten.view.default)
-_MOVES = (*_VIEWS, aten.slice.Tensor, aten.select.int, aten.permute.default, aten.transpose.int)
+_MOVES = (
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.permute.default,
+    aten.transpose.int,
+)
 _COPIES = (aten.clone.default, aten.contiguous.default)
 
 
@@ -169,7 +174,7 @@ def _move(node: fx.Node, dim: int, features: int) -> tuple[tuple[Any, ...], int]
     """
     before, after = tensor_of(node.all_input_nodes[0]), tensor_of(node)
     args: Any = node.args[1:]
-    if node.target in _VIEWS:
+    if node.target is aten.reshape.default:
         last = before.dim() - 1
         if dim == last and after.shape[-1] == before.shape[-1]:
             return ([*after.shape[:-1], features],), after.dim() - 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ import msc
 from msc.ir.ops.linear import LINEAR
 from msc.ir.ops.linear_loss import LINEAR_NLL_TERMS, LINEAR_NLL_TERMS_BACKWARD
 from msc.ir.ops.loss import NLL_TERMS
+from msc.ir.passes import BIT_EXACT, UnitPass
+from msc.ir.printer import format_graph
+from msc.passes.compilation import Compilation
+from msc.passes.fuse_loss.apply import fuse_heads
 
 N, S, K, V = 4, 6, 8, 52
 
@@ -116,6 +121,36 @@ def test_what_is_fused(loss: Callable[[Tensor, Tensor], Tensor], bias: bool) -> 
     found = program.run_virtual(batch()).grads
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+@dataclass(frozen=True)
+class Local(UnitPass):
+    """Keeps the text of the block of the loss, where a second run has nothing to do."""
+
+    name: ClassVar[str] = "local"
+    numerics: ClassVar[str] = BIT_EXACT
+    texts: list[str] = field(default_factory=list, repr=False)
+
+    def run(self, unit: Compilation) -> int:
+        """Look only."""
+        gm = unit.variants[0].local[unit.structure.instances[unit.structure.loss.instance].block].gm
+        assert fuse_heads(gm, unit.fake_mode) == []
+        self.texts.append(format_graph(gm))
+        return 0
+
+
+def test_rows_of_x_are_moved_as_those_of_logits_were() -> None:
+    seen = Local()
+    compiled(shifted, passes={"after:fuse-loss": seen})
+    (text,) = seen.texts
+    lines = [line.split("  #")[0] for line in text.splitlines()]
+    (first,) = [number for number, line in enumerate(lines) if "aten.slice.Tensor" in line]
+    assert lines[first : first + 3] == [
+        "%slice_tensor_1: f64[4,5,8] = aten.slice.Tensor(%tanh_default, 1, 0, -1)",
+        "%reshape_default_1: f64[20,8] = aten.reshape(%slice_tensor_1, [20, 8])",
+        "%linear_nll_terms_default: (f64[20], f64[20]) = msc.linear_nll_terms("
+        "%reshape_default_1, %head_weight, None, %reshape, None, False, 0.0)",
+    ]
 
 
 def test_a_conversion_of_half_types_is_what_the_op_does_anyway() -> None:
