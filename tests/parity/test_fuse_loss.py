@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import msc
@@ -33,12 +34,10 @@ def small(name: str) -> nn.Module:
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt", {"mesh": "tp=4", "recompute": "full"}),
-    ("llama", {"mesh": "dp=2,tp=2", "microbatches": 2, "zero": 1, "recompute": "selective"}),
-    ("llama", {"mesh": "dp=2", "microbatches": 2, "zero": 2}),
+    ("llama", {"mesh": "dp=2,tp=2", "microbatches": 2, "zero": 2, "recompute": "selective"}),
     ("gpt", {"mesh": "dp=2,tp=2", "microbatches": 2, "zero": 3}),
     ("gpt", {"mesh": "pp=2,dp=2,tp=2", "microbatches": 2}),
     ("four-layers", {"mesh": "pp=2", "microbatches": 4, "schedule": "zb-v"}),
-    ("gpt", {"mesh": "pp=2,tp=2", "microbatches": 2, "schedule": "zb-h1"}),
     ("llama", {"mesh": "tp=2", "fuse_collectives": True}),
     ("gpt", {"mesh": "tp=2", "recompute": msc.MemoryBudget(900_000)}),
 ]
@@ -65,9 +64,11 @@ def test_collectives_of_a_fused_head_are_no_candidates_to_be_fused() -> None:
 
 def test_a_soft_cap() -> None:
     """That of Gemma 2, whose head is its embedding, as transformers has it."""
-    report = msc.verify(
-        zoo.build("gemma2"), zoo.batch("gemma2"), mesh="tp=2", dtype=torch.float64, fuse_loss=True
-    )
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {**zoo.LLAMA, **zoo.GROUPED, "num_hidden_layers": 1}
+    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes)).train()
+    batch = zoo.batch("gemma2")
+    report = msc.verify(model, batch, mesh="tp=2", dtype=torch.float64, fuse_loss=True)
     assert report.ok, report.first_difference
     assert report.max_error < 1e-10
     assert not any("fuse_loss" in note for note in report.notes)

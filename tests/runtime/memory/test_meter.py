@@ -96,6 +96,8 @@ def test_two_processes(tmp_path: Path) -> None:
         llama(mesh="dp=2", recompute="full", microbatches=2),
         gpt(4, mesh="pp=2", schedule="interleaved", recompute="full", microbatches=4),
         gpt(mesh="pp=2", schedule="zb-h1", recompute="selective", microbatches=4),
+        gpt(mesh="tp=2", fuse_loss=True),
+        gpt(mesh="pp=2", schedule="zb-h1", fuse_loss=True, microbatches=4),
         *(gpt(mesh="dp=2", zero=z, microbatches=2, optimizer=msc.AdamW()) for z in (1, 2, 3)),
     ]
     for number, program in enumerate(programs):
