@@ -52,9 +52,9 @@ class Move:
 class Head:
     """A cross entropy, and the way to its logits.
 
-    linear: the layer, None if the way begins at none in this block; between: the
-    calls on the way, in order; moves: what some of them do to rows; reason: why the head must stay,
-    "" if it need not.
+    linear: the layer, None if the way begins at none in this block; between: the calls on the way,
+    in order; moves: what some of them do to rows; reason: why the head must stay, "" if it need
+    not.
     """
 
     terms: fx.Node
@@ -72,7 +72,8 @@ def heads(gm: fx.GraphModule) -> list[Head]:
 
 
 def _head(terms: fx.Node) -> Head:
-    node: fx.Node = arguments(NLL_TERMS, terms.args, terms.kwargs)["logits"]
+    given = arguments(NLL_TERMS, terms.args, terms.kwargs)
+    node: fx.Node = given["logits"]
     between: list[fx.Node] = []
     soft_cap = 0.0
     while node.target is not LINEAR or len(node.users) > 1:
@@ -90,7 +91,7 @@ def _head(terms: fx.Node) -> Head:
         else:
             return Head(terms, _layer(node), reason=_in_the_way(node))
         node = between[-1].all_input_nodes[0]
-    if tensor_of(node).dim() == 1:
+    if tensor_of(given["target"]).dim() == 0:
         return Head(terms, node, reason="its logits are those of one row, with no dim of rows")
     between.reverse()
     try:
