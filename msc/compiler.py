@@ -67,8 +67,8 @@ def compile(
     recompute: str | MemoryBudget = "none",
     zero: int = 0,
     shard_group: int | None = None,
-    fuse_collectives: bool | str = "auto",
     fuse_loss: bool = False,
+    fuse_collectives: bool | str = "auto",
 ) -> Program:
     """Compile a single-device model into one program per rank of `mesh`.
 
@@ -113,13 +113,13 @@ def compile(
             the parameters, which are gathered block by block for each use.
         shard_group: how many neighbours on dp split it, each group a replica of the others; a
             divisor of dp. None: all of dp.
+        fuse_loss: whether a linear head becomes one op with its cross entropy, so that the logits
+            of a micro-batch are never all in memory; the backward makes them again, which costs one
+            more product of the head. `report.fused_losses` lists each head.
         fuse_collectives: whether gathers and reduce-scatters become one op with the GEMMs that read
             or make their values: "auto" where the cost model finds that it pays, which needs a
             `cluster`; True wherever that is possible; False nowhere.
             `report.fused_collectives` lists each place.
-        fuse_loss: whether a linear head becomes one op with its cross entropy, so that the logits
-            of a micro-batch are never all in memory; the backward makes them again, which costs one
-            more product of the head. `report.fused_losses` lists each head.
 
     Raises:
         CaptureError: the model is not one graph; names the user's line.
@@ -149,8 +149,8 @@ def compile(
         plan=None if plan is None else _plan_here(Plan.load(plan), worlds),
         rewrites=as_rewrites(rewrites),
         recompute=as_recompute(recompute),
-        fuse_collectives=fuse_collectives,
         fuse_loss=fuse_loss,
+        fuse_collectives=fuse_collectives,
         measure=MemoryPredictor().bytes,
         step_seconds=None if cost.cluster is None else _seconds_on(cost.cluster),
         zero=zero,

@@ -46,9 +46,9 @@ class Settings:
     step_seconds: how long their step takes on the cluster, if there is one, to choose a schedule;
     optimizers: of the parameters that are in a group, its hyperparameters; zero: what is split over
     dp: 1 optimizer state, 2 gradients too, 3 parameters too; shard_group: among so many neighbours;
+    fuse_loss: whether linear heads become one op with their cross entropy;
     fuse_collectives: whether collectives become one op with their GEMMs, "auto": where that pays on
-    a cluster; fuse_loss: whether linear heads become one op with their cross entropy; in_flight: so
-    many gathers, and so many reductions, of a group may be on their way.
+    a cluster; in_flight: so many gathers, and so many reductions, of a group may be on their way.
     """
 
     mesh: Mesh
@@ -72,8 +72,8 @@ class Settings:
     recompute: str | MemoryBudget = "none"
     measure: Callable[[fx.GraphModule], int] | None = None
     step_seconds: StepSeconds | None = None
-    fuse_collectives: bool | str = "auto"
     fuse_loss: bool = False
+    fuse_collectives: bool | str = "auto"
 
     def optimizer_of(self, name: str) -> Optimizer:
         """The hyperparameters of one parameter."""
