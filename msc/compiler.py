@@ -68,6 +68,7 @@ def compile(
     recompute: str | MemoryBudget = "none",
     zero: int = 0,
     shard_group: int | None = None,
+    fuse_loss: bool = False,
     fuse_collectives: bool | str = "auto",
     tuned: Measurements | str | Path | None = None,
 ) -> Program:
@@ -114,6 +115,9 @@ def compile(
             the parameters, which are gathered block by block for each use.
         shard_group: how many neighbours on dp split it, each group a replica of the others; a
             divisor of dp. None: all of dp.
+        fuse_loss: whether a linear head becomes one op with its cross entropy, so that the logits
+            of a micro-batch are never all in memory; the backward makes them again, which costs one
+            more product of the head. `report.fused_losses` lists each head.
         fuse_collectives: whether gathers and reduce-scatters become one op with the GEMMs that read
             or make their values: "auto" where the cost model finds that it pays, which needs a
             `cluster`; True wherever that is possible; False nowhere.
@@ -132,7 +136,7 @@ def compile(
     _check_shard_group(shard_group, worlds.here.mesh)
     _require_bytes(memory)
     _check_backend(backend)
-    _check_fusing(fuse_collectives)
+    _check_fusing(fuse_collectives, fuse_loss)
     optimizer = as_optimizer(optimizer, model)
     dtype, master = _dtype(precision)
     pipeline = TRAIN.with_user_passes(passes or {})
@@ -149,6 +153,7 @@ def compile(
         plan=None if plan is None else _plan_here(Plan.load(plan), worlds),
         rewrites=as_rewrites(rewrites),
         recompute=as_recompute(recompute),
+        fuse_loss=fuse_loss,
         fuse_collectives=fuse_collectives,
         measured=None if tuned is None else Measurements.load(tuned),
         measure=MemoryPredictor().bytes,
@@ -275,9 +280,11 @@ def _check_backend(backend: str) -> None:
         raise UserError(f"Backend '{backend}' is unknown. The backends are {', '.join(BACKENDS)}.")
 
 
-def _check_fusing(fuse_collectives: Any) -> None:
+def _check_fusing(fuse_collectives: Any, fuse_loss: Any) -> None:
     if not isinstance(fuse_collectives, bool) and fuse_collectives != "auto":
         raise UserError(f"fuse_collectives is {fuse_collectives!r}; it is 'auto', True or False.")
+    if not isinstance(fuse_loss, bool):
+        raise UserError(f"fuse_loss is {fuse_loss!r}; it is True or False.")
 
 
 def _dtype(precision: str | torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:

@@ -302,6 +302,7 @@ def _report(data: Mapping[str, Any]) -> CompileReport:
         chunks=tuple(tuple(chunk) for chunk in data["chunks"]),
         rewrites=tuple(data["rewrites"]),
         fused_collectives=tuple(data["fused_collectives"]),
+        fused_losses=tuple(data["fused_losses"]),
         model_flops=data["model_flops"],
         search_cost=data["search_cost"],
         schedule=ScheduleReport(

@@ -135,6 +135,7 @@ def print_compile(program: Program, dump: Path | None) -> None:
         + [("total", f"{sum(seconds.values()):.3f}")],
     )
     _print_lines(console, "fused collectives", _fusions(report.fused_collectives))
+    _print_lines(console, "fused losses", _fusions(report.fused_losses))
     _print_lines(console, "fallbacks", report.fallbacks)
     _print_lines(console, "notes", report.notes)
     if dump is not None:

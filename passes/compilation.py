@@ -47,6 +47,7 @@ class Settings:
     step_seconds: how long their step takes on the cluster, if there is one, to choose a schedule;
     optimizers: of the parameters that are in a group, its hyperparameters; zero: what is split over
     dp: 1 optimizer state, 2 gradients too, 3 parameters too; shard_group: among so many neighbours;
+    fuse_loss: whether linear heads become one op with their cross entropy;
     fuse_collectives: whether collectives become one op with their GEMMs, "auto": where that pays on
     a cluster; measured: what `msc tune` found; in_flight: so many gathers, and so many reductions,
     of a group may be on their way.
@@ -73,6 +74,7 @@ class Settings:
     recompute: str | MemoryBudget = "none"
     measure: Callable[[fx.GraphModule], int] | None = None
     step_seconds: StepSeconds | None = None
+    fuse_loss: bool = False
     fuse_collectives: bool | str = "auto"
     measured: Measurements | None = None
 
@@ -185,6 +187,7 @@ class Compilation(Unit):
         self.notes: list[str] = []
         self.findings: list[Finding] = []
         self.fusions: list[Finding] = []
+        self.heads: list[Finding] = []
         self.stages_of = {}
         self.input_shapes = {}
         self.data_shards = {}

@@ -17,6 +17,7 @@ from msc.passes.differentiate import Differentiated, differentiate
 from msc.passes.fit_schedule import FitSchedule
 from msc.passes.fuse_bias import FuseBias
 from msc.passes.fuse_collectives.apply import FuseCollectives
+from msc.passes.fuse_loss.apply import FuseLoss
 from msc.passes.fuse_sums import FuseSums
 from msc.passes.merge_branches import MergeBranches
 from msc.passes.normalize import NORMALIZE
@@ -157,6 +158,7 @@ TRAIN = Pipeline(
         Shard(),
         CleanCollectives(),  # while a conversion and its gradient are one node
         FuseBias(),  # after sharding: a row-parallel bias stays behind its reduce-scatter
+        FuseLoss(),  # of a head with its bias, on a rank's part of the vocabulary
         Differentiate(),
         FuseSums(),
         Recompute(),  # when it is clear what the backwards read

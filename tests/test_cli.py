@@ -246,6 +246,17 @@ def test_what_to_recompute_reaches_the_program(models: str) -> None:
     assert budget <= int(leanest) < none
 
 
+def test_whether_to_fuse_the_loss_reaches_the_program(models: str) -> None:
+    """This model's loss is no cross entropy, which a note says."""
+    for command in ("compile", "verify", "simulate"):
+        more = ("--cluster", "h100") if command == "simulate" else ("--json",)
+        result = run(command, f"{models}:build", "--fuse-loss", *more)
+        assert result.exit_code == 0
+        if command != "simulate":
+            (note,) = json.loads(result.stdout)["notes"]
+            assert note.startswith("fuse_loss=True has no effect: the model has no cross entropy")
+
+
 def test_whether_to_fuse_collectives_reaches_the_program(models: str) -> None:
     """This model is split by columns, so that nothing can be fused; each place has the reason."""
     options = (f"{models}:build", "--mesh", "tp=2", "--fuse-collectives")

@@ -114,6 +114,7 @@ def test_json_is_plain_and_holds_no_times() -> None:
         "distinct_blocks",
         "fallbacks",
         "fused_collectives",
+        "fused_losses",
         "instances",
         "model_flops",
         "notes",

@@ -30,6 +30,10 @@ from msc.codegen.kernel_calls.fused_collectives import (
     scatter_plan,
 )
 from msc.codegen.kernel_calls.linear import linear, linear_dgrad, linear_wgrad
+from msc.codegen.kernel_calls.linear_cross_entropy import (
+    linear_nll_terms,
+    linear_nll_terms_backward,
+)
 from msc.codegen.kernel_calls.norm import (
     layer_norm,
     layer_norm_backward,
@@ -45,6 +49,7 @@ from msc.ir.errors import PlanError
 from msc.ir.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from msc.ir.ops.linear_loss import LINEAR_NLL_TERMS, LINEAR_NLL_TERMS_BACKWARD
 from msc.ir.ops.loss import NLL_TERMS, NLL_TERMS_BACKWARD
 from msc.ir.ops.norm import RMS_NORM, RMS_NORM_BACKWARD
 from msc.ir.ops.random import DROPOUT
@@ -74,6 +79,7 @@ _PRODUCT = (
 _ATTENTION = "the scores are never in memory"
 _NORM = "statistics and result in one pass over the rows"
 _LOSS = "no exponentials in memory"
+_HEAD = "no logits in memory, and the gradients of a part at a time"
 _STEP = "all tensors in one launch; gradients are scaled and cast as they are read"
 
 OPS: dict[Any, OpKernels] = {
@@ -88,6 +94,8 @@ OPS: dict[Any, OpKernels] = {
     RMS_NORM_BACKWARD: OpKernels(rms_norm_backward, _NORM),
     NLL_TERMS: OpKernels(nll_terms, _LOSS),
     NLL_TERMS_BACKWARD: OpKernels(nll_terms_backward, _LOSS),
+    LINEAR_NLL_TERMS: OpKernels(linear_nll_terms, _HEAD),
+    LINEAR_NLL_TERMS_BACKWARD: OpKernels(linear_nll_terms_backward, _HEAD),
     DROPOUT: OpKernels(dropout, "the bits of an element are made where it is read"),
     actions.adam: OpKernels(adam, _STEP),
     actions.lamb_sums: OpKernels(lamb_sums, _STEP),

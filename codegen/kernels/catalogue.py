@@ -188,13 +188,25 @@ def row_kernels(model: Model, target: Target) -> Iterator[Kernel]:
     loss = CrossEntropy(TOKENS, model.vocabulary // TP, DTYPE, target)
     yield cross_entropy.emit_terms(loss)
     yield cross_entropy.emit_gradient(loss)
-    tiles = scatter_tiles(target)
-    head = LinearCrossEntropy(TOKENS, loss.width, model.hidden, DTYPE, target, tiles)
+    yield from heads(model, loss.width, target)
+    for whole in (True, False):
+        yield dropout.emit(Dropout(TOKENS, model.hidden, 0.1, DTYPE, target, whole))
+
+
+def heads(model: Model, width: int, target: Target) -> Iterator[Kernel]:
+    """The head with its loss: terms, gradient of logits, and the sum of parts of that of x."""
+    size = (TOKENS, width, model.hidden, DTYPE, target, scatter_tiles(target))
+    head = LinearCrossEntropy(*size)
     yield linear_cross_entropy.emit_terms(head)
     yield linear_cross_entropy.emit_combine(head)
     yield linear_cross_entropy.emit_gradient(head)
-    for whole in (True, False):
-        yield dropout.emit(Dropout(TOKENS, model.hidden, 0.1, DTYPE, target, whole))
+    added, tiles = Epilogue(residual=True), epilogue_tiles(target)
+    total = Gemm(TOKENS, model.hidden, width, DTYPE, target, tiles, "mk", "kn", added, "float32")
+    yield gemm.emit(total)
+    if model is LLAMA3_70B:
+        capped = LinearCrossEntropy(*size, soft_cap=30.0)
+        yield linear_cross_entropy.emit_terms(capped)
+        yield linear_cross_entropy.emit_gradient(capped)
 
 
 def optimizers(target: Target) -> Iterator[Kernel]:

@@ -32,7 +32,8 @@ def gemm($arguments):
 class Gemm:
     """c[m, n] = epilogue(a @ b); a is [m, k] or [k, m], b is [n, k] or [k, n], all contiguous.
 
-    With "swiglu" b has 2 n rows: those of the gate, then those of up.
+    With "swiglu" b has 2 n rows: those of the gate, then those of up. stored: the dtype of c and of
+    what the epilogue reads, "" for that of a and b.
     """
 
     m: int
@@ -44,12 +45,19 @@ class Gemm:
     a_layout: str = "mk"
     b_layout: str = "nk"
     epilogue: Epilogue = field(default_factory=Epilogue)
+    stored: str = ""
+
+    @property
+    def result(self) -> str:
+        """The dtype of c."""
+        return self.stored or self.dtype
 
     @property
     def name(self) -> str:
         """Unique among kernels: what it computes, at which size and in which tiles."""
         layouts = f"{self.a_layout}_{self.b_layout}{self.epilogue.label}"
-        return f"gemm_{layouts}_{self.m}x{self.n}x{self.k}_{short(self.dtype)}"
+        dtypes = "_to_".join(short(each) for each in dict.fromkeys((self.dtype, self.result)))
+        return f"gemm_{layouts}_{self.m}x{self.n}x{self.k}_{dtypes}"
 
 
 def emit(gemm: Gemm) -> Kernel:
@@ -58,7 +66,7 @@ def emit(gemm: Gemm) -> Kernel:
     tiles, target = gemm.tiles, gemm.target
     rows, columns = ceil_div(gemm.m, tiles.m), ceil_div(gemm.n, tiles.n)
     a, b = operands(gemm)
-    output = Operand("c", "mk", (gemm.m, gemm.n), gemm.dtype)  # only its alignment is asked for
+    output = Operand("c", "mk", (gemm.m, gemm.n), gemm.result)  # only its alignment is asked for
     by_descriptor = use_descriptors(target, (a, b, output))
     if by_descriptor:
         a, b = described(a), described(b)
@@ -66,12 +74,14 @@ def emit(gemm: Gemm) -> Kernel:
     row_span = Span("row", "M", gemm.m % tiles.m == 0)
     column_span = Span("column", "N", gemm.n % tiles.n == 0)
     right_spans = gemm.epilogue.right_columns(column_span)
-    store = Store("c", "N", gemm.dtype, by_descriptor, output.wide)
+    # a tile of wider elements has no room in shared memory beside the factors
+    store_described = by_descriptor and gemm.result == gemm.dtype
+    store = Store("c", "N", gemm.result, store_described, output.wide)
     arguments = (
         a.argument(tiles),
         b.argument(tiles),
         store.argument(tiles),
-        *gemm.epilogue.arguments(gemm.dtype),
+        *gemm.epilogue.arguments(gemm.result),
     )
     programs = min(rows * columns, target.processors)
     text = fill(

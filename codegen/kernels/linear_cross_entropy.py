@@ -2,7 +2,7 @@
 
 The forward keeps of each tile of logits a maximum and a sum of exponentials per row, and the
 target's logit; a second kernel combines the tiles in their order. The backward makes the tiles
-again, and writes gradients of logits for as many rows as its caller has memory for: the input
+again, and writes gradients of logits for as many columns as its caller has memory for: the input
 gradient and the weight gradient are ordinary products of those (Wijmans et al., "Cut your losses in
 large-vocabulary language models", ICLR 2025; Hsu et al., "Liger kernel", 2024). With a part of the
 vocabulary, ranks combine the terms as those of `cross_entropy.py`.
@@ -31,9 +31,16 @@ def $name($arguments):
         <<steps>>
         out_rows = row + tl.arange(0, BM)
         out_columns = column + tl.arange(0, BN)
+        <<cap>>
         wanted = tl.load(target + out_rows, mask=out_rows < M, other=-1) - start
         hit = out_columns[None, :] == wanted[:, None]
         <<finish>>
+"""
+
+# tanh(z) = 2 sigmoid(2 z) - 1
+CAP = """
+bounded = 2.0 * tl.sigmoid(acc * (2.0 / SOFT_CAP)) - 1.0
+acc = bounded * SOFT_CAP
 """
 
 TERMS = """
@@ -53,6 +60,7 @@ weight = tl.load(g_lse + out_rows, mask=out_rows < M, other=0.0).to(tl.float32)
 extra = tl.load(g_target + out_rows, mask=out_rows < M, other=0.0).to(tl.float32)
 acc = tl.exp(acc - level[:, None]) * weight[:, None]
 acc = tl.where(hit, acc + extra[:, None], acc)
+<<slope>>
 at = out_rows[:, None]$wide * N + out_columns[None, :]
 tl.store(gradient + at, acc.to(tl.$dtype)$mask)
 """
@@ -83,7 +91,8 @@ class LinearCrossEntropy:
     """x [m, k] and w [n, k] of dtype: rows of activations, and this rank's rows of the head.
 
     w has the rows `start ... start + n` of the vocabulary. target: int64 [m]; one outside of them,
-    such as -100, has target logit 0. lse, target_logit and their gradients: float64 [m].
+    such as -100, has target logit 0. lse, target_logit and their gradients: float64 [m]. With
+    soft_cap c > 0 a logit l is c tanh(l / c).
     """
 
     m: int
@@ -92,6 +101,7 @@ class LinearCrossEntropy:
     dtype: str
     target: Target
     tiles: Tiles
+    soft_cap: float = 0.0
 
     def __post_init__(self) -> None:
         check_dtype("linear + cross entropy", self.dtype)
@@ -99,7 +109,8 @@ class LinearCrossEntropy:
     @property
     def label(self) -> str:
         """Its part of a kernel's name."""
-        return f"{self.m}x{self.n}x{self.k}_{short(self.dtype)}"
+        capped = "capped_" if self.soft_cap else ""
+        return f"{capped}{self.m}x{self.n}x{self.k}_{short(self.dtype)}"
 
     @property
     def columns(self) -> int:
@@ -154,6 +165,7 @@ def emit_gradient(loss: LinearCrossEntropy) -> Kernel:
         wide=result.wide,
         dtype=loss.dtype,
         mask=mask,
+        slope="acc *= 1.0 - bounded * bounded" if loss.soft_cap else "",
     )
     rest = (
         *(Argument(name, "pointer", "float64") for name in ("lse", "g_lse", "g_target")),
@@ -189,8 +201,9 @@ def _product(
         zeros=product.zeros(),
         steps=product.steps(rows, (columns,), Span("0", "K", loss.k % tiles.k == 0)),
         finish=finish,
+        cap=CAP if loss.soft_cap else "",
     )
-    constants = {
+    constants: dict[str, float] = {
         "M": loss.m,
         "N": loss.n,
         "K": loss.k,
@@ -198,6 +211,7 @@ def _product(
         "TILES_M": tile_rows,
         "TILES_N": loss.columns,
         "PROGRAMS": programs,
+        **({"SOFT_CAP": loss.soft_cap} if loss.soft_cap else {}),
     }
     title = f"Cross entropy of x[{loss.m}, {loss.k}] @ w.T with {loss.n} columns, {target.name}."
     return Kernel(

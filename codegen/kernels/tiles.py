@@ -48,6 +48,13 @@ def several_tiles(target: Target) -> Tiles:
     return Tiles(128, 128, 32, warps=8, stages=4)
 
 
+def head_tiles(target: Target, size: tuple[int, int, int], dtype: str) -> Tiles:
+    """Tiles of a head with its loss, [m, n] logits over k, on any target."""
+    if target.interpreted or not on_tensor_cores(dtype):
+        return product_tiles(target, size, dtype, Epilogue())
+    return scatter_tiles(target)
+
+
 @dataclass(frozen=True)
 class AttentionTiles:
     """Of each of attention's kernels."""

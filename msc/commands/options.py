@@ -102,6 +102,10 @@ FuseOption = Annotated[
         help="Make collectives one op with their GEMMs: where it pays on the cluster, on or off.",
     ),
 ]
+FuseLoss = Annotated[
+    bool,
+    typer.Option("--fuse-loss", help="Never have all logits in memory: make them twice, in parts."),
+]
 TunedFile = Annotated[
     Path | None, typer.Option("--tuned", help="Go by what 'msc tune' has measured in this file.")
 ]

@@ -39,6 +39,11 @@ def call_flops(
     name = str(target)
     if not results:
         return 0
+    if name.startswith("msc.linear_nll_terms"):
+        x, w = operands[:2]
+        # the gradient makes the logits again; of its results that of a bias alone has one dim
+        products = 1 + ("backward" in name) * sum(result.dim() > 1 for result in results)
+        return products * 2 * (x.numel() // x.shape[-1]) * w.numel()
     if name.startswith("msc.linear_wgrad"):
         return 2 * operands[0].numel() * operands[1].shape[-1]
     if name.startswith("msc.linear_dgrad"):

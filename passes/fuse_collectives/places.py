@@ -24,12 +24,14 @@ from torch import fx
 from msc.ir.communication import group_of
 from msc.ir.ops.library import arguments
 from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from msc.ir.ops.linear_loss import LINEAR_NLL_TERMS, LINEAR_NLL_TERMS_BACKWARD
 from msc.ir.printer import format_target
 from msc.ir.values import tensor_of
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _GEMMS = (LINEAR, LINEAR_DGRAD, LINEAR_WGRAD)
+_HEADS = (LINEAR_NLL_TERMS, LINEAR_NLL_TERMS_BACKWARD)
 _REPAD = torch.ops.msc.repad.default
 _LAYOUT = {
     _aten.view.default,
@@ -44,6 +46,10 @@ _LAYOUT = {
 _UNEQUAL = (
     "ranks have parts of unequal length there, which are padded on the way (msc.repad); use a size "
     "that the axis divides"
+)
+_WITH_LOSS = (
+    "the head is one op with its loss (fuse_loss), which goes through the vocabulary part by part, "
+    "not through the rows"
 )
 _SEGMENTS = "the parts of a rank are not one run of one dim"
 _FAR = 12
@@ -353,16 +359,19 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _distant(start: fx.Node, nodes: Sequence[fx.Node], *, forward: bool) -> Place | None:
-    """The place of a collective that only changes of layout keep from a GEMM."""
+    """The place of a collective that only changes of layout keep from a GEMM, or from a head."""
+    products = (*_GEMMS, *_HEADS)
     for node in nodes:
         passed: list[fx.Node] = []
-        while node.target not in _GEMMS and len(passed) < _FAR:
+        while node.target not in products and len(passed) < _FAR:
             following = list(node.users) if forward else node.all_input_nodes
             if not following or (node.target not in _LAYOUT and node.target is not _REPAD):
                 break
             passed.append(node)
-            gemms = [other for other in following if other.target in _GEMMS]
+            gemms = [other for other in following if other.target in products]
             node = gemms[0] if gemms else following[0]
+        if node.target in _HEADS:
+            return Place(start=start, gemm=node, reason=_WITH_LOSS)
         if node.target in _GEMMS:
             return Place(start=start, gemm=node, reason=_between(passed))
     return None

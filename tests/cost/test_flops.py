@@ -100,6 +100,20 @@ def test_a_window_counts_its_keys() -> None:
     assert window_of(plain) == window_of(graph.call_function(ATEN.relu.default, (x,))) == 0
 
 
+def test_the_gradient_of_a_head_makes_the_logits_again() -> None:
+    """6 rows, 8 features, a vocabulary of 10; a bias costs no product."""
+    x, w, b = random(2, 3, 8), random(10, 8), random(10)
+    rows = torch.zeros(2, 3, dtype=torch.int64)
+    terms = random(2, 3).double()
+    once = 2 * 6 * 8 * 10
+    assert call_flops(OPS.linear_nll_terms.default, (x, w, b, rows), (terms, terms)) == once
+    known = (x, w, b, rows, terms, terms, terms)
+    for results, products in (((x, w, b), 3), ((w,), 2), ((b,), 1), ((x,), 2)):
+        found = call_flops(OPS.linear_nll_terms_backward.default, known, results)
+        assert found == products * once
+    assert is_gemm(OPS.linear_nll_terms_backward.default)
+
+
 @pytest.mark.parametrize("target", [ATEN.relu.default, ATEN.sin.default, ATEN.clone.default])
 def test_what_is_no_gemm_counts_one_per_element(target: Any) -> None:
     assert counted(target, random(3, 4)) == 12

@@ -13,6 +13,7 @@ from msc.cost import Cluster
 from msc.cost.roofline import Work, op_work, streamed_work
 
 ATEN = torch.ops.aten
+OPS = torch.ops.msc
 CLUSTER = Cluster(
     "unit", 1e6, 1e3, 1e9, 8, 1e3, 1e3, launch_s=1e-4, dtype_flops_per_s={"float64": 1e3}
 )
@@ -83,3 +84,14 @@ def test_a_lookup_reads_the_rows_that_it_returns() -> None:
 
 def test_an_optimizer_reads_and_writes() -> None:
     assert streamed_work([meta(10)] * 4, [meta(10)] * 3).seconds(CLUSTER) == pytest.approx(0.28)
+
+
+def test_a_head_with_its_loss_computes_in_the_dtype_of_its_operands() -> None:
+    """Its terms are float64, on which no product is made."""
+    x, w = (meta(size, 8, dtype=torch.bfloat16) for size in (6, 10))
+    labels, terms = meta(6, dtype=torch.int64), meta(6, dtype=torch.float64)
+    forward = op_work(OPS.linear_nll_terms.default, (x, w, labels), (terms, terms))
+    known = (x, w, labels, terms, terms, terms)
+    backward = op_work(OPS.linear_nll_terms_backward.default, known, (x, w))
+    assert (forward.dtype, backward.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (forward.flops, backward.flops) == (2 * 6 * 8 * 10, 3 * 2 * 6 * 8 * 10)

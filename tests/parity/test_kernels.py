@@ -79,6 +79,12 @@ def test_a_gpt(entries: set[str], mesh: str) -> None:
     assert entries == GPT_KERNELS
 
 
+def test_a_gpt_whose_head_is_one_op_with_its_loss(entries: set[str]) -> None:
+    checked(gpt(), ids(2), mesh="tp=2", fuse_loss=True)
+    head = {f"linear_cross_entropy_{part}" for part in ("terms", "combine", "gradient")}
+    assert entries == {name for name in GPT_KERNELS if not name.startswith("cross")} | head
+
+
 def test_a_gpt_with_dropout(entries: set[str]) -> None:
     checked(gpt(0.1), ids(2), mesh="tp=2")
     assert "dropout" in entries

@@ -5,6 +5,7 @@ from msc.ir.ops import collectives as _collectives
 from msc.ir.ops import embedding as _embedding
 from msc.ir.ops import fused_collectives as _fused_collectives
 from msc.ir.ops import linear as _linear
+from msc.ir.ops import linear_loss as _linear_loss
 from msc.ir.ops import loss as _loss
 from msc.ir.ops import norm as _norm
 from msc.ir.ops import random as _random
@@ -21,6 +22,7 @@ FAMILIES = (
     _embedding,
     _fused_collectives,
     _linear,
+    _linear_loss,
     _loss,
     _norm,
     _random,

@@ -24,7 +24,9 @@ _CPU_BLOCK_ELEMENTS = 1 << 18
 _DEVICE_BLOCK_ELEMENTS = 1 << 26
 
 
-def nll_terms(logits: Tensor, target: Tensor, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def nll_terms(
+    logits: Tensor, target: Tensor, start: Tensor | int | None = None
+) -> tuple[Tensor, Tensor]:
     """logits `[..., v]`, target int64 `[...]` -> lse `[...]`, target_logit `[...]`.
 
     lse is the logsumexp over v; target_logit the logit of the target. With `start` (0-dim int64)
@@ -61,14 +63,28 @@ def nll_terms_backward(
     start: Tensor | None = None,
 ) -> Tensor:
     """`glse * softmax(logits)`, plus gtarget at the target: `[..., v]` in the dtype of logits."""
-    rows, v = logits.reshape(-1, logits.shape[-1]), logits.shape[-1]
-    column, inside = _columns(target, start, v)
-    wide = compute_dtype(logits.dtype)
+    rows = logits.reshape(-1, logits.shape[-1])
+    result = rows.new_empty(rows.shape)
+    write_gradient(result, rows, glse, gtarget, target, lse, start)
+    return result.view(logits.shape)
+
+
+def write_gradient(
+    result: Tensor,
+    rows: Tensor,
+    glse: Tensor,
+    gtarget: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    start: Tensor | int | None,
+) -> None:
+    """Write the gradient of logits `rows` `[rows, v]` to `result`, which may be `rows` itself."""
+    column, inside = _columns(target, start, rows.shape[1])
+    wide = compute_dtype(rows.dtype)
     # A row of logits that is -inf throughout has softmax 0 here, not exp(-inf + inf).
     shift = lse.reshape(-1, 1).masked_fill(lse.reshape(-1, 1) == _MINUS_INFINITY, 0.0).to(wide)
     weight = glse.reshape(-1, 1).to(wide)
     at_target = gtarget.reshape(-1, 1).to(wide).masked_fill(~inside.unsqueeze(1), 0.0)
-    result = rows.new_empty(rows.shape)
     for block in _row_blocks(rows):
         direct = result[block] if result.dtype == wide else None
         grad = torch.sub(rows[block].to(wide), shift[block], out=direct)
@@ -76,10 +92,9 @@ def nll_terms_backward(
         grad.scatter_add_(1, column[block].unsqueeze(1), at_target[block])
         if direct is None:
             result[block].copy_(grad)
-    return result.view(logits.shape)
 
 
-def _columns(target: Tensor, start: Tensor | None, v: int) -> tuple[Tensor, Tensor]:
+def _columns(target: Tensor, start: Tensor | int | None, v: int) -> tuple[Tensor, Tensor]:
     """Each row's target as a column of the logits (0 if it is none), and whether it is one."""
     column = target.reshape(-1)
     if start is not None:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 import msc.ir.ops  # noqa: F401  registers the ops
+from msc.codegen.kernel_calls import linear_cross_entropy as head_kernels
 from msc.codegen.kernel_calls.call import KernelCall
 from msc.codegen.kernel_calls.choice import OPS
 from msc.codegen.kernels.description import INTERPRETER, SM_80, SM_90, Target
 from msc.ir.errors import PlanError
+from msc.ir.ops import linear_loss
 from msc.ir.ops.library import KERNELS
 from tests.codegen.kernels.fused import error
 
@@ -129,6 +131,34 @@ def test_the_terms_of_cross_entropy_and_their_gradient(
 
 
 @DTYPES
+@pytest.mark.parametrize(("start", "soft_cap"), [(None, 0.0), (40, 0.0), (None, 3.0)])
+def test_a_head_with_its_loss_and_their_gradient(
+    start: int | None, soft_cap: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three parts of the vocabulary, the last a shorter one."""
+    monkeypatch.setattr(linear_loss, "LEAST_COLUMNS", 32)
+    monkeypatch.setattr(head_kernels, "CPU_LOGITS_BYTES", 0)
+    x, w = random(3, 5, 40, dtype=dtype), random(80, 40, dtype=dtype)
+    labels = torch.tensor([0, 79, 81, -100, 119] * 3).view(3, 5)
+    rest = (None if start is None else torch.tensor(start), False, soft_cap)
+    forward, backward = OP.linear_nll_terms.default, OP.linear_nll_terms_backward.default
+    # ATen rounds logits to half types, kernels do not: both are compared with float32
+    wide = x.float(), w.float(), None, labels
+    found = kernel_call(forward, x, w, None, labels, *rest)(x, w, None, labels, *rest)
+    for one, other in zip(found, OP.linear_nll_terms(*wide, *rest), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert error(one, other) <= 2e-6
+    weights = random(3, 5).double(), random(3, 5, seed=1).double()
+    for wanted in ([True, True, False], [False, True, False], [True, False, False]):
+        own = (x, w, None, labels, found[0], *weights, *rest, wanted)
+        gradients = kernel_call(backward, *own)(*own)
+        exact = OP.linear_nll_terms_backward(*wide, found[0], *weights, *rest, wanted)
+        for one, other in zip(gradients, exact, strict=True):
+            assert (one.shape, one.dtype) == (other.shape, dtype)
+            assert error(one, other.double()) <= TOLERANCE[dtype]
+
+
+@DTYPES
 @pytest.mark.parametrize("part", [False, True])
 def test_dropout_has_the_same_bits(part: bool, dtype: torch.dtype) -> None:
     key = OP.rng_key(torch.tensor([3, 11]), 5)
@@ -171,6 +201,7 @@ def test_the_forms_for_a_device(device: Target) -> None:
 
 
 F64 = torch.zeros(4, 16, dtype=torch.float64)
+LABELS = torch.zeros(4, dtype=torch.int64)
 HEADS = torch.zeros(1, 2, 4, 8)
 Q = torch.zeros(1, 2, 4, 16)
 
@@ -191,6 +222,10 @@ Q = torch.zeros(1, 2, 4, 16)
         (OP.dropout.default, (torch.zeros(()), 0.1, torch.zeros(()), [], []), "there are none"),
         (OP.dropout.default, (Q, 1.0, torch.zeros(()), [None] * 4, Q.shape), "0 <= p < 1"),
         (OP.nll_terms.default, (F64, torch.zeros(4).long()), "no kernel computes on float64"),
+        (OP.linear_nll_terms.default, (F64, F64, F64[:, 0], LABELS), "the kernels add no bias"),
+        (OP.linear_nll_terms.default, (F64, F64.t(), None, LABELS, None, True), "not .k, v."),
+        (OP.linear_nll_terms.default, (F64, F64, None, LABELS), "no kernel computes on float64"),
+        (OP.linear_nll_terms.default, (F64[:0], F64, None, LABELS[:0]), "there are no logits"),
     ],
 )
 def test_what_kernels_do_not_compute(op: Any, operands: tuple[Any, ...], reason: str) -> None:

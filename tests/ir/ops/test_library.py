@@ -66,6 +66,22 @@ def _loss_backward(dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
     return _floats(2, 3).to(lse.dtype), _floats(2, 3).to(lse.dtype), logits, target, lse
 
 
+def _head(dtype: torch.dtype = torch.float64, bias: bool = False) -> tuple[Any, ...]:
+    w = _swapped(7, 4, dtype=dtype)
+    return _swapped(2, 3, 4, dtype=dtype), w, _floats(7, dtype=dtype) if bias else None, _labels()
+
+
+def _labels() -> Tensor:
+    return torch.tensor([[0, 6, -100], [9, 2, 3]])
+
+
+def _head_backward(dtype: torch.dtype, wanted: list[bool]) -> tuple[Any, ...]:
+    operands = _head(dtype, bias=wanted[2])
+    lse, _ = _msc.linear_nll_terms(*operands)
+    g = _floats(2, 3).double()
+    return *operands, lse, g, -g, None, False, 0.0, wanted
+
+
 def _norm_backward(dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
     x, weight = _swapped(2, 3, 4, dtype=dtype), _floats(4, dtype=dtype)
     _, rstd = _msc.rms_norm(x, weight, 1e-3)
@@ -112,6 +128,21 @@ SAMPLES = [
     Sample(_msc.nll_terms.default, lambda: (*_loss(bf16), _start())),
     Sample(_msc.nll_terms_backward.default, _loss_backward),
     Sample(_msc.nll_terms_backward.default, lambda: (*_loss_backward(bf16), _start())),
+    Sample(_msc.linear_nll_terms.default, _head, (0, 1)),
+    Sample(_msc.linear_nll_terms.default, lambda: (*_head(bias=True), _start()), (0, 1, 2)),
+    Sample(
+        _msc.linear_nll_terms.default,
+        lambda: (_floats(3, 4), _floats(4, 5), None, _labels()[0], None, True, 2.0),
+        (0, 1),
+    ),
+    Sample(_msc.linear_nll_terms.default, lambda: _head(bf16)),
+    Sample(
+        _msc.linear_nll_terms_backward.default,
+        lambda: _head_backward(torch.float64, [True, True, True]),
+    ),
+    Sample(
+        _msc.linear_nll_terms_backward.default, lambda: _head_backward(bf16, [False, True, False])
+    ),
     Sample(_msc.rms_norm.default, lambda: (_swapped(2, 3, 4), _floats(4), 1e-3), (0, 1)),
     Sample(_msc.rms_norm.default, lambda: (_floats(4, dtype=bf16), _floats(4, dtype=bf16), 1e-3)),
     Sample(_msc.rms_norm_backward.default, _norm_backward),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 import msc
+from msc.ir.ops import linear_loss
 from msc.program import Program
 from msc.runtime.memory.meter import StorageMeter
 from msc.runtime.process import ProcessExecutor
@@ -63,6 +64,23 @@ def test_one_rank_with_an_optimizer_in_mixed_precision() -> None:
     check_one_rank(llama(optimizer=msc.AdamW(max_norm=1.0), precision="bf16-mixed"))
 
 
+@pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
+def test_a_head_that_is_one_op_with_its_loss(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Logits and their gradient are most of what a small model needs, and are never there."""
+    monkeypatch.setattr(linear_loss, "CPU_LOGITS_BYTES", 1 << 16)
+    batch = tokens(samples=4, length=LENGTH)
+    needed = []
+    for fuse_loss in (False, True):
+        model = GPT(vocabulary=4096, width=16, heads=2, layers=1, length=LENGTH)
+        program = msc.compile(model, batch, fuse_loss=fuse_loss, precision=precision)
+        check_one_rank(program)
+        needed.append(program.memory_bytes()[0])
+    logits = 4 * LENGTH * 4096 * (2 if precision == "bf16-mixed" else 4)
+    assert needed[0] - needed[1] > 1.5 * logits
+
+
 def check_one_rank(program: Program) -> None:
     given = arguments(program, 0)
     held = sum(value.nbytes for value in given)
@@ -78,6 +96,8 @@ def test_two_processes(tmp_path: Path) -> None:
         llama(mesh="dp=2", recompute="full", microbatches=2),
         gpt(4, mesh="pp=2", schedule="interleaved", recompute="full", microbatches=4),
         gpt(mesh="pp=2", schedule="zb-h1", recompute="selective", microbatches=4),
+        gpt(mesh="tp=2", fuse_loss=True),
+        gpt(mesh="pp=2", schedule="zb-h1", fuse_loss=True, microbatches=4),
         *(gpt(mesh="dp=2", zero=z, microbatches=2, optimizer=msc.AdamW()) for z in (1, 2, 3)),
     ]
     for number, program in enumerate(programs):

@@ -1,0 +1,1 @@
+"""A linear head and its cross entropy as one op."""
