@@ -30,6 +30,7 @@ import msc  # noqa: E402
 from benchmarks.hardware import hardware  # noqa: E402
 from benchmarks.models import GPTConfig, GPTWithLoss, random_batch  # noqa: E402
 from msc.runtime.memory.meter import StorageMeter  # noqa: E402
+from msc.runtime.virtual import VirtualExecutor  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 VOCABULARIES = (32768, 65536, 131072)
@@ -68,18 +69,19 @@ class _Way:
         )
         graph = self.program.rank_graph(0)
         local = self.program.local_inputs(batch, 0)
+        self.executor = VirtualExecutor(self.program.mesh, self.program.rank_graph)
         self.given: list[Tensor] = list(self.program.initial_state(0).arguments(graph, local))
 
     def step(self) -> float:
         """Processor seconds of a step."""
         start = time.process_time()
-        self.program._virtual_on("cpu").run([self.given])
+        self.executor.run([self.given])
         return time.process_time() - start
 
     def peak(self) -> int:
         """The most bytes of a step."""
         with StorageMeter(self.given) as meter:
-            self.program._virtual_on("cpu").run([self.given])
+            self.executor.run([self.given])
         most: int = meter.peak
         return most
 
