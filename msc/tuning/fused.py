@@ -94,13 +94,17 @@ def measure_fused(
             kind = "devices" if device.type == "cuda" else "cores"
             tell(f"{len(alike)} fused collectives of {size} ranks are not measured: {most} {kind}")
             continue
-        found |= _on_ranks(alike, size, device)
+        for text, seconds in _on_ranks(alike, size, device).items():
+            if isinstance(seconds, str):
+                tell(f"{text}: no kernels: {seconds}")
+            else:
+                found[text] = seconds
     return found
 
 
 def _on_ranks(
     calls: dict[str, fx.GraphModule], size: int, device: torch.device
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float] | str]:
     with tempfile.TemporaryDirectory(prefix="msc-tune-") as folder:
         for number, gm in enumerate(calls.values()):
             text = json.dumps(graphs_to_json({"call": gm}))

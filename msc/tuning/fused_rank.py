@@ -46,12 +46,17 @@ def main() -> None:
     job.close()
 
 
-def measure(gm: fx.GraphModule, mesh: Mesh, device: torch.device) -> dict[str, float]:
-    """Seconds of one call as one op, and as the collective and its GEMMs."""
+def measure(gm: fx.GraphModule, mesh: Mesh, device: torch.device) -> dict[str, float] | str:
+    """Seconds of one call as one op, and as the collective and its GEMMs; or why not."""
     fused = ProcessExecutor(mesh, gm, timeout=_TIMEOUT)
     apart = ProcessExecutor(mesh, gm, timeout=_TIMEOUT, rank_of=_without_fusing)
     inputs = operands(list(gm.graph.find_nodes(op="placeholder")), device)
     ways = {FUSED_WAY: lambda: fused.run(inputs), APART: lambda: apart.run(inputs)}
+    fused.run(inputs)
+    if device.type == "cuda":
+        (decision,) = fused.choice.decisions
+        if not decision.kernels:
+            return decision.reason
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
         dist.barrier()
@@ -72,6 +77,7 @@ def _without_fusing(
     groups: ProcessGroups,
     memories: Mapping[str, SharedMemory],
     before_update: Any = None,
+    kernels: Any = None,
 ) -> ProcessRank:
     return ProcessRank(mesh, rank, groups, {}, before_update)
 
