@@ -1,6 +1,7 @@
 """Check every opaque op, every Triton kernel and whole steps on a CUDA device, and time them.
 
     python -m benchmarks.gpu_check               one CUDA device, torch 2.11 or newer, a few minutes
+    python -m benchmarks.gpu_check --resume      the same, without the families that the file has
     python -m benchmarks.gpu_check --cpu         tiny sizes on the CPU: tests this script
 
 One line per op or kernel: its error against a float64 computation on the same device by other
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,10 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-10}
 
 @dataclass
 class Row:
-    """What was found about one case; `ratio` is the op's time over that of torch's op."""
+    """What was found about one case; `ratio` is the op's time over that of torch's op.
+
+    family: of the case, and the dtype that it was made for, which are done when the file has them.
+    """
 
     name: str
     dtype: str
@@ -72,6 +76,7 @@ class Row:
     unit: str = ""
     ratio: float | None = None
     message: str = ""
+    family: str = ""
 
 
 def error_of(found: Any, expected: Any, exact: bool) -> float:
@@ -154,24 +159,33 @@ def run(
     dtypes: Sequence[torch.dtype],
     seconds: float,
     save: Callable[[list[Row]], None] = lambda rows: None,
+    known: Sequence[Row] = (),
 ) -> list[Row]:
-    """Check all families in all dtypes until `seconds` have passed; `save` after each family."""
+    """Check all families in all dtypes until `seconds` have passed; `save` after each family.
+
+    known: rows of an earlier run; its families are not checked again.
+    """
     end = time.monotonic() + seconds
-    rows: list[Row] = []
+    rows = list(known)
+    done = {row.family for row in known}
     for dtype in dtypes:
+        kind = str(dtype).removeprefix("torch.")
         for family in FAMILIES:
             name = family.__name__.removesuffix("_cases")
-            if time.monotonic() > end:
-                rows.append(Row(name, str(dtype).removeprefix("torch."), "skipped"))
+            if f"{name} {kind}" in done:
                 continue
-            watchdog = threading.Timer(FAMILY_SECONDS, _give_up, (name, rows, save))
+            if time.monotonic() > end:
+                rows.append(Row(name, kind, "skipped"))
+                continue
+            watchdog = threading.Timer(FAMILY_SECONDS, _give_up, (name, kind, rows, save))
             watchdog.start()
+            found: list[Row] = []
             try:
                 for case in family(Make(device), sizes, dtype):
-                    rows.append(check(case, device, 10 if device == "cuda" else 2))
+                    found.append(check(case, device, 10 if device == "cuda" else 2))
             except Exception as error:  # the operands of a family: report it, go on with the next
-                message = f"{type(error).__name__}: {error}"
-                rows.append(Row(name, str(dtype).removeprefix("torch."), "failed", message=message))
+                found.append(Row(name, kind, "failed", message=f"{type(error).__name__}: {error}"))
+            rows += [replace(row, family=f"{name} {kind}") for row in found]
             watchdog.cancel()
             save(rows)
             if device == "cuda":
@@ -179,11 +193,22 @@ def run(
     return rows
 
 
-def _give_up(name: str, rows: list[Row], save: Callable[[list[Row]], None]) -> None:
+def _give_up(name: str, kind: str, rows: list[Row], save: Callable[[list[Row]], None]) -> None:
     """A kernel that waits for ever cannot be ended: keep what is known, and end the process."""
-    save([*rows, Row(name, "", "failed", message=f"no end after {FAMILY_SECONDS} s")])
+    message = f"no end after {FAMILY_SECONDS} s"
+    save([*rows, Row(name, kind, "failed", message=message, family=f"{name} {kind}")])
     print(f"{name}: no end after {FAMILY_SECONDS} s", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def earlier(path: Path, sizes: dict[str, Any]) -> list[Row]:
+    """What a run with this torch and these sizes has left, without what it had to skip."""
+    if not path.exists():
+        return []
+    data = json.loads(path.read_text())
+    if (data["torch"], data["sizes"]) != (torch.__version__, sizes):
+        return []
+    return [Row(**row) for row in data["rows"] if row["family"]]
 
 
 def show(rows: Sequence[Row], title: str) -> None:
@@ -216,6 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--seconds", type=float, default=420, help="start no family after this")
+    parser.add_argument("--resume", action="store_true", help="go on with what the file lacks")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file")
     options = parser.parse_args()
     if not options.cpu and not torch.cuda.is_available():
@@ -249,7 +275,8 @@ def main() -> int:
         }
         path.write_text(json.dumps(data, indent=2) + "\n")
 
-    rows = run(device, sizes, dtypes, options.seconds, save)
+    known = earlier(path, asdict(sizes)) if options.resume else []
+    rows = run(device, sizes, dtypes, options.seconds, save, known)
     save(rows)
     show(rows, f"{name}, torch {torch.__version__}")
     print(f"wrote {path}")

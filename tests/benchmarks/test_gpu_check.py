@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from benchmarks import gpu_check
 from benchmarks.gpu_cases import FAMILIES, TINY, Case, Make
+
+KINDS = ("bfloat16", "float32")
 
 
 def cases() -> list[Case]:
@@ -116,3 +120,36 @@ def test_what_does_not_fit_into_the_time_is_listed() -> None:
     rows = gpu_check.run("cpu", TINY, [torch.float32], seconds=-1)
     assert [row.status for row in rows] == ["skipped"] * len(gpu_check.FAMILIES)
     assert rows[0].name == "product_kernel"
+
+
+def test_a_run_goes_on_where_an_earlier_one_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+
+    def family(name: str) -> Callable[..., Iterator[Case]]:
+        def made(*_: Any) -> Iterator[Case]:
+            began.append(name)
+            one = torch.ones(2)
+            yield Case(f"op of {name}", lambda: one, lambda: one, None, 1.0, "GB/s", torch.float32)
+
+        made.__name__ = f"{name}_cases"
+        return made
+
+    monkeypatch.setattr(gpu_check, "FAMILIES", (family("first"), family("second")))
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--cpu", "--results", str(tmp_path), "--resume"])
+    file = tmp_path / "gpu_check_cpu.json"
+    assert gpu_check.main() == 0
+    data = json.loads(file.read_text())
+    families = [row["family"] for row in data["rows"]]
+    assert families == [f"{name} {kind}" for kind in KINDS for name in ("first", "second")]
+    data["rows"] = [*data["rows"][:3], {**data["rows"][3], "status": "skipped", "family": ""}]
+    file.write_text(json.dumps(data))
+    began.clear()
+    assert gpu_check.main() == 0
+    assert began == ["second"]
+    assert len(json.loads(file.read_text())["rows"]) == 4
+    data["torch"] = "another"
+    file.write_text(json.dumps(data))
+    assert gpu_check.main() == 0
+    assert began == ["second", *["first", "second"] * 2]
