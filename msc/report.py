@@ -51,6 +51,7 @@ class CompileReport:
     cpu_seconds: pass -> seconds; "capture" is the first.
     rewrites: each place that a rewrite looked at: what was done, or why it was left alone.
     fused_collectives: each collective beside a GEMM: that it was fused, or why it was left alone.
+    epilogues: the same of each activation and residual sum behind a linear.
     model_flops: of the GEMMs of a step on one device: the forward, and twice that for the backward
         (Narayanan et al., SC 2021).
     schedule: what was chosen, and what it costs; chunk_stages: the pipeline stage of each chunk.
@@ -70,6 +71,7 @@ class CompileReport:
     search_cost: float = 0.0
     rewrites: tuple[str, ...] = ()
     fused_collectives: tuple[str, ...] = ()
+    epilogues: tuple[str, ...] = ()
     model_flops: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +87,7 @@ class CompileReport:
             "chunks": [list(chunk) for chunk in self.chunks],
             "rewrites": list(self.rewrites),
             "fused_collectives": list(self.fused_collectives),
+            "epilogues": list(self.epilogues),
             "model_flops": self.model_flops,
             "schedule": {
                 **asdict(self.schedule),
@@ -115,6 +118,7 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         search_cost=unit.placed.cost if unit.placed else 0.0,
         rewrites=tuple(map(str, unit.findings)),
         fused_collectives=tuple(map(str, unit.fusions)),
+        epilogues=tuple(map(str, unit.epilogues)),
         model_flops=_model_flops(unit),
         schedule=_schedule(unit.schedule),
         chunk_stages=tuple(chunk.stage for chunk in unit.variants[0].chunks),

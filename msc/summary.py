@@ -71,6 +71,7 @@ def print_verify(report: VerifyReport) -> None:
         rows.append(("captured against eager", f"worst {name}", error))
     _print_table(console, "", ("", "", ""), rows)
     _print_sharded(console, report.sharded)
+    _print_lines(console, "epilogues", _fusions(report.epilogues))
     _print_lines(console, "fallbacks", report.fallbacks)
     _print_lines(console, "notes", report.notes)
     if report.ok:
@@ -135,6 +136,7 @@ def print_compile(program: Program, dump: Path | None) -> None:
         + [("total", f"{sum(seconds.values()):.3f}")],
     )
     _print_lines(console, "fused collectives", _fusions(report.fused_collectives))
+    _print_lines(console, "epilogues", _fusions(report.epilogues))
     _print_lines(console, "fallbacks", report.fallbacks)
     _print_lines(console, "notes", report.notes)
     if dump is not None:

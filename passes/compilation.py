@@ -182,6 +182,7 @@ class Compilation(Unit):
         self.notes: list[str] = []
         self.findings: list[Finding] = []
         self.fusions: list[Finding] = []
+        self.epilogues: list[Finding] = []
         self.stages_of = {}
         self.input_shapes = {}
         self.data_shards = {}

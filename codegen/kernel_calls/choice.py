@@ -21,6 +21,7 @@ from msc.codegen.kernel_calls.call import KernelCall, Plan
 from msc.codegen.kernel_calls.cross_entropy import nll_terms, nll_terms_backward
 from msc.codegen.kernel_calls.device import Kernels, kernels_on
 from msc.codegen.kernel_calls.dropout import dropout
+from msc.codegen.kernel_calls.epilogue import linear_epilogue
 from msc.codegen.kernel_calls.linear import linear, linear_dgrad, linear_wgrad
 from msc.codegen.kernel_calls.norm import (
     layer_norm,
@@ -30,10 +31,12 @@ from msc.codegen.kernel_calls.norm import (
 )
 from msc.codegen.kernel_calls.optimizer import adam, lamb, lamb_sums
 from msc.codegen.kernels.description import Kernel, Target
+from msc.cost.epilogue import IN_KERNEL
 from msc.ir import actions
 from msc.ir.communication import graphs_below
 from msc.ir.errors import PlanError
 from msc.ir.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from msc.ir.ops.epilogue import LINEAR_EPILOGUE
 from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from msc.ir.ops.loss import NLL_TERMS, NLL_TERMS_BACKWARD
@@ -49,7 +52,7 @@ class OpKernels:
 
     maker: `maker(target, *args, **kwargs)` says how they compute a call, or raises `PlanError` with
     the reason why not. why: what they are better at. library: why the library of CUDA is preferred
-    to them, where it is.
+    to them, where it is, unless the cluster file says otherwise (`IN_KERNEL`).
     """
 
     maker: Callable[..., Plan]
@@ -68,6 +71,11 @@ _PRODUCT = (
     "bias and sum in the product's own pass",
     "cuBLAS adds bias and sum in its own call, and no kernel has been seen to beat it",
 )
+_EPILOGUE = (
+    "what follows the product is done before its tiles leave the processor",
+    "cuBLAS, then a pass over memory: no cluster file says that this pass costs more than what a "
+    "kernel's product is slower",
+)
 _ATTENTION = "the scores are never in memory"
 _NORM = "statistics and result in one pass over the rows"
 _LOSS = "no exponentials in memory"
@@ -77,6 +85,7 @@ OPS: dict[Any, OpKernels] = {
     LINEAR: OpKernels(linear, *_PRODUCT),
     LINEAR_DGRAD: OpKernels(linear_dgrad, *_PRODUCT),
     LINEAR_WGRAD: OpKernels(linear_wgrad, *_PRODUCT),
+    LINEAR_EPILOGUE: OpKernels(linear_epilogue, *_EPILOGUE),
     ATTENTION: OpKernels(attention, _ATTENTION),
     ATTENTION_BACKWARD: OpKernels(attention_backward, _ATTENTION),
     aten.native_layer_norm.default: OpKernels(layer_norm, _NORM),
@@ -177,7 +186,7 @@ class KernelChoice:
         if op is None or self.kernels.target is None:
             return None
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-        key = (node.target, _described((args, kwargs)))
+        key = (node.target, _described((args, kwargs)), bool(node.meta.get("marks", {}).get(IN_KERNEL)))
         if key not in self._entries:
             self._entries[key] = self._made(node, op, args, kwargs)
         entry = self._entries[key]
@@ -190,14 +199,16 @@ class KernelChoice:
         name = target.__name__ if acts else str(target).removesuffix(".default")
         path = node.meta.get("module_path")
         where = f" in {path}" if path else ""
-        if op.library and not self.kernels.everywhere:
+        preferred = node.meta.get("marks", {}).get(IN_KERNEL)
+        if op.library and not self.kernels.everywhere and not preferred:
             return _Entry(name, where, None, op.library)
         try:
             plan = op.maker(self.kernels.target, *args, **kwargs)
         except PlanError as error:
             return _Entry(name, where, None, str(error))
         call = KernelCall(name, where, plan, _not_taken if acts else function_of(target))
-        return _Entry(name, where, call, op.why)
+        why = f"{op.why}; the cluster file says it pays" if preferred else op.why
+        return _Entry(name, where, call, why)
 
 
 def _not_taken(*args: Any, **kwargs: Any) -> None:

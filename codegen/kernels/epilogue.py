@@ -14,7 +14,7 @@ from msc.codegen.kernels.description import Argument, Tiles
 from msc.codegen.kernels.product import Span
 from msc.ir.errors import PlanError
 
-ACTIVATIONS = ("", "gelu", "gelu_tanh", "swiglu")
+ACTIVATIONS = ("", "relu", "gelu", "gelu_tanh", "silu", "swiglu")
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,16 @@ def _keep(epilogue: Epilogue, store: Store, values: list[str], masked: str) -> l
 
 def _activation(name: str, values: list[str]) -> list[str]:
     value = values[0]
+    if name == "relu":  # a comparison that leaves NaN what it is
+        return [f"{value} = tl.where({value} < 0.0, 0.0, {value})"]
     if name == "gelu":
         return [f"{value} = 0.5 * {value} * (1.0 + tl.erf({value} * {2**-0.5!r}))"]
     if name == "gelu_tanh":
         # tanh(z) = 2 sigmoid(2 z) - 1, and sqrt(2 / pi) = 0.79788...
         cubed = f"{value} + 0.044715 * {value} * {value} * {value}"
         return [f"{value} = {value} * tl.sigmoid(1.5957691216057308 * ({cubed}))"]
+    if name == "silu":
+        return [f"{value} = {value} * tl.sigmoid({value})"]
     if name == "swiglu":
         return [f"{value} = {value} * tl.sigmoid({value}) * {values[1]}"]
     return []

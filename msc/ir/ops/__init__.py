@@ -3,6 +3,7 @@
 from msc.ir.ops import attention as _attention
 from msc.ir.ops import collectives as _collectives
 from msc.ir.ops import embedding as _embedding
+from msc.ir.ops import epilogue as _epilogue
 from msc.ir.ops import fused_collectives as _fused_collectives
 from msc.ir.ops import linear as _linear
 from msc.ir.ops import loss as _loss
@@ -19,6 +20,7 @@ FAMILIES = (
     _attention,
     _collectives,
     _embedding,
+    _epilogue,
     _fused_collectives,
     _linear,
     _loss,

@@ -1,0 +1,84 @@
+"""Write one op in the place of a product and what follows it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from msc.ir.ops.epilogue import LINEAR_EPILOGUE
+from msc.ir.ops.library import arguments
+from msc.ir.ops.linear import LINEAR
+from msc.ir.values import carry
+from msc.passes.fuse_epilogue.places import Activation, Place, Residual
+
+
+def fuse(place: Place) -> fx.Node:
+    """Put one op in a place that has no reason against it; the new node."""
+    if isinstance(place, Activation):
+        return _fuse_activation(place)
+    assert isinstance(place, Residual)
+    return _fuse_residual(place)
+
+
+def _fuse_activation(place: Activation) -> fx.Node:
+    linear, node = place.product, place.node
+    found = _arguments(linear)
+    # where the product was: whatever reads that comes later
+    args = (found["x"], found["w"], found["b"], None, place.name, place.keep, found["transposed"])
+    fused = _call(linear, args, [node, linear])
+    _take_over(fused, 0, node)
+    if place.keep:
+        _take_over(fused, 1, linear)
+    else:
+        linear.graph.erase_node(linear)
+    return fused
+
+
+def _fuse_residual(place: Residual) -> fx.Node:
+    product, node = place.product, place.node
+    call: Any = product if product.target is LINEAR else product.args[0]
+    found = _arguments(call)
+    args = (
+        found["x"],
+        found["w"],
+        found["b"],
+        place.other,
+        found.get("activation", ""),
+        found.get("keep", False),
+        found["transposed"],
+    )
+    fused = _call(node, args, [call, node])  # where the other summand is there
+    _take_over(fused, 0, node)
+    for item in [user for user in call.users if user is not product]:
+        _take_over(fused, 1, item)
+    product.graph.erase_node(product)
+    if call is not product:
+        call.graph.erase_node(call)
+    return fused
+
+
+def _arguments(call: fx.Node) -> dict[str, Any]:
+    return arguments(call.target, call.args, call.kwargs)  # type: ignore[arg-type]
+
+
+def _call(before: fx.Node, args: tuple[Any, ...], sources: list[fx.Node]) -> fx.Node:
+    graph = before.graph
+    with graph.inserting_before(before):
+        node = graph.call_function(LINEAR_EPILOGUE, args)
+    with torch.no_grad():
+        value = LINEAR_EPILOGUE(*fx.map_arg(args, lambda operand: operand.meta["val"]))
+    node.meta["val"] = tuple(value)
+    return carry(sources, node)
+
+
+def _take_over(fused: fx.Node, index: int, old: fx.Node) -> None:
+    """Read a result of the new op in the place of a node, which goes."""
+    graph = fused.graph
+    with graph.inserting_after(fused):
+        item = graph.call_function(operator.getitem, (fused, index))
+    item.meta = {**old.meta, "val": fused.meta["val"][index]}
+    old.replace_all_uses_with(item)
+    graph.erase_node(old)
