@@ -112,6 +112,7 @@ def test_json_is_plain_and_holds_no_times() -> None:
         "chunks",
         "collectives",
         "distinct_blocks",
+        "epilogues",
         "fallbacks",
         "fused_collectives",
         "instances",

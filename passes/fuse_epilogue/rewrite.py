@@ -28,7 +28,7 @@ def _fuse_activation(place: Activation) -> fx.Node:
     found = _arguments(linear)
     # where the product was: whatever reads that comes later
     args = (found["x"], found["w"], found["b"], None, place.name, place.keep, found["transposed"])
-    fused = _call(linear, args, [node, linear])
+    fused = _call(linear, args, [linear, node])
     _take_over(fused, 0, node)
     if place.keep:
         _take_over(fused, 1, linear)

@@ -95,6 +95,18 @@ SAMPLES = [
     Sample(_msc.linear_dgrad.default, lambda: (_floats(2, 3, 5), _floats(4, 5), True)),
     Sample(_msc.linear_dgrad.default, lambda: (_floats(3, 5), _floats(5, 4), False, _floats(3, 4))),
     Sample(_msc.linear_dgrad.default, lambda: (_floats(3, 5), _floats(4, 5), True, _swapped(3, 4))),
+    Sample(
+        _msc.linear_epilogue.default,
+        lambda: (_swapped(2, 3, 4), _floats(5, 4), _floats(5), None, "gelu", True),
+    ),
+    Sample(
+        _msc.linear_epilogue.default,
+        lambda: (_floats(3, 4), _floats(4, 5), None, _swapped(3, 5), "", False, True),
+    ),
+    Sample(
+        _msc.linear_epilogue.default,
+        lambda: (_floats(3, 4), _floats(5, 4), _floats(5), _swapped(3, 5), "relu", False),
+    ),
     Sample(_msc.repad.default, lambda: (_floats(3, 7), 1, [3, 0, 4], [2, 2, 5]), (0,)),
     Sample(_msc.repad.default, lambda: (_swapped(5, 3), 0, [5], [6]), (0,)),
     Sample(_msc.linear_wgrad.default, lambda: (_swapped(2, 3, 5), _floats(2, 3, 4))),
