@@ -24,6 +24,7 @@ from msc.passes.normalize import NORMALIZE
 from msc.passes.overlap import Overlap
 from msc.passes.overlap_borders import OverlapBorders
 from msc.passes.place import Place
+from msc.passes.raise_gate import RaiseGate
 from msc.passes.raise_rms_norm import RaiseRMSNorm
 from msc.passes.rank_graph import build_rank_graph
 from msc.passes.recompute.apply import Recompute
@@ -153,6 +154,7 @@ TRAIN = Pipeline(
         ApplyRewrites(),  # on one device's view of the model, before its layers are deduplicated
         MergeBranches(),  # after the rewrites, which make such branches
         RaiseRMSNorm(),  # after the rewrites, which find norms as models write them
+        RaiseGate(),
         Cut(),  # first, so that everything after it is done once for each distinct block
         ShardBatch(),  # forced, hence before the search, which then sees local sizes
         Place(),

@@ -22,6 +22,12 @@ from msc.codegen.kernel_calls.cross_entropy import nll_terms, nll_terms_backward
 from msc.codegen.kernel_calls.device import Kernels, kernels_on
 from msc.codegen.kernel_calls.dropout import dropout
 from msc.codegen.kernel_calls.epilogue import linear_epilogue
+from msc.codegen.kernel_calls.gate import (
+    gated,
+    gated_backward,
+    linear_gated,
+    linear_then_gate,
+)
 from msc.codegen.kernel_calls.linear import linear, linear_dgrad, linear_wgrad
 from msc.codegen.kernel_calls.norm import (
     layer_norm,
@@ -38,6 +44,7 @@ from msc.ir.errors import PlanError
 from msc.ir.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from msc.ir.ops.epilogue import LINEAR_EPILOGUE
 from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from msc.ir.ops.gate import GATED, GATED_BACKWARD, LINEAR_GATED
 from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from msc.ir.ops.loss import NLL_TERMS, NLL_TERMS_BACKWARD
 from msc.ir.ops.norm import RMS_NORM, RMS_NORM_BACKWARD
@@ -52,12 +59,14 @@ class OpKernels:
 
     maker: `maker(target, *args, **kwargs)` says how they compute a call, or raises `PlanError` with
     the reason why not. why: what they are better at. library: why the library of CUDA is preferred
-    to them, where it is, unless the cluster file says otherwise (`IN_KERNEL`).
+    to them, where it is, unless the cluster file says otherwise (`IN_KERNEL`). beside: the maker
+    of what then runs beside the library, if anything does.
     """
 
     maker: Callable[..., Plan]
     why: str
     library: str = ""
+    beside: Callable[..., Plan] | None = None
 
 
 def _unfused(target: Target, *args: Any, **kwargs: Any) -> Plan:
@@ -76,6 +85,7 @@ _EPILOGUE = (
     "cuBLAS, then a pass over memory: no cluster file says that this pass costs more than what a "
     "kernel's product is slower",
 )
+_GATE = "one pass over memory"
 _ATTENTION = "the scores are never in memory"
 _NORM = "statistics and result in one pass over the rows"
 _LOSS = "no exponentials in memory"
@@ -86,6 +96,9 @@ OPS: dict[Any, OpKernels] = {
     LINEAR_DGRAD: OpKernels(linear_dgrad, *_PRODUCT),
     LINEAR_WGRAD: OpKernels(linear_wgrad, *_PRODUCT),
     LINEAR_EPILOGUE: OpKernels(linear_epilogue, *_EPILOGUE),
+    LINEAR_GATED: OpKernels(linear_gated, *_EPILOGUE, linear_then_gate),
+    GATED: OpKernels(gated, _GATE),
+    GATED_BACKWARD: OpKernels(gated_backward, _GATE),
     ATTENTION: OpKernels(attention, _ATTENTION),
     ATTENTION_BACKWARD: OpKernels(attention_backward, _ATTENTION),
     aten.native_layer_norm.default: OpKernels(layer_norm, _NORM),
@@ -200,14 +213,18 @@ class KernelChoice:
         path = node.meta.get("module_path")
         where = f" in {path}" if path else ""
         preferred = node.meta.get("marks", {}).get(IN_KERNEL)
-        if op.library and not self.kernels.everywhere and not preferred:
+        library = op.library and not self.kernels.everywhere and not preferred
+        maker = op.beside if library else op.maker
+        if maker is None:
             return _Entry(name, where, None, op.library)
         try:
-            plan = op.maker(self.kernels.target, *args, **kwargs)
+            plan = maker(self.kernels.target, *args, **kwargs)
         except PlanError as error:
             return _Entry(name, where, None, str(error))
         call = KernelCall(name, where, plan, _not_taken if acts else function_of(target))
-        why = f"{op.why}; the cluster file says it pays" if preferred else op.why
+        why = op.library if library else op.why
+        if preferred:
+            why += "; by the cluster file it pays"
         return _Entry(name, where, call, why)
 
 

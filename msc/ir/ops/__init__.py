@@ -5,6 +5,7 @@ from msc.ir.ops import collectives as _collectives
 from msc.ir.ops import embedding as _embedding
 from msc.ir.ops import epilogue as _epilogue
 from msc.ir.ops import fused_collectives as _fused_collectives
+from msc.ir.ops import gate as _gate
 from msc.ir.ops import linear as _linear
 from msc.ir.ops import loss as _loss
 from msc.ir.ops import norm as _norm
@@ -22,6 +23,7 @@ FAMILIES = (
     _embedding,
     _epilogue,
     _fused_collectives,
+    _gate,
     _linear,
     _loss,
     _norm,

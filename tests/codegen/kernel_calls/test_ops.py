@@ -36,7 +36,7 @@ def check(
     """Kernels give what the op gives: numbers, shapes, dtypes and strides."""
     found = kernel_call(op, *args, target=target, **kwargs)(*args, **kwargs)
     wanted = KERNELS.get(op, op)(*args, **kwargs)
-    pairs = zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]
+    pairs = zip(found, wanted, strict=True) if isinstance(wanted, (tuple, list)) else [(found, wanted)]
     for one, other in pairs:
         if other is None:
             assert one is None
@@ -64,6 +64,55 @@ def test_linear_and_its_gradients(transposed: bool, dtype: torch.dtype) -> None:
     check(OP.linear_dgrad.default, gy, w, transposed)
     check(OP.linear_dgrad.default, gy, w, transposed, random(3, 7, 40, dtype=dtype))
     check(OP.linear_wgrad.default, gy, x, transposed)
+
+
+@DTYPES
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "keep", "residual"),
+    [("gelu", True, False), ("relu", False, True), ("", False, True), ("silu", True, True)],
+)
+def test_linear_with_an_epilogue(
+    activation: str, keep: bool, residual: bool, transposed: bool, dtype: torch.dtype
+) -> None:
+    x = random(3, 7, 40, dtype=dtype).transpose(0, 1)
+    w = random(*((40, 20) if transposed else (20, 40)), dtype=dtype)
+    b = random(20, dtype=dtype) if activation else None
+    other = random(3, 7, 20, dtype=dtype).transpose(0, 1) if residual else None
+    check(OP.linear_epilogue.default, x, w, b, other, activation, keep, transposed)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_a_gate_and_its_gradient(activation: str, dtype: torch.dtype) -> None:
+    for width in (24, 21):
+        gy, gate, up = (random(2, 5, width, dtype=dtype, seed=i) for i in range(3))
+        check(OP.gated.default, gate, up, activation)
+        halves = random(2, 5, 2 * width, dtype=dtype).chunk(2, -1)
+        check(OP.gated.default, *halves, activation)
+        check(OP.gated_backward.default, gy, gate, up, activation)
+        check(OP.gated_backward.default, gy, *halves, activation)
+        check(OP.gated.default, gate.transpose(0, 1), up.transpose(0, 1), activation)
+
+
+@DTYPES
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_products_with_a_gate(keep: bool, transposed: bool, dtype: torch.dtype) -> None:
+    x = random(3, 7, 40, dtype=dtype).transpose(0, 1)
+    one, two = (random(20, 40, dtype=dtype, seed=i) for i in range(2))
+    both = torch.cat([one, two])
+    if transposed:
+        one, two, both = (weight.t().contiguous() for weight in (one, two, both))
+    check(OP.linear_gated.default, x, one, two, "silu", keep, transposed)
+    check(OP.linear_gated.default, x, both, None, "gelu", keep, transposed)
+    beside = OPS[OP.linear_gated.default].beside
+    assert beside is not None
+    for weights in ((one, two), (both, None)):
+        operands = (x, *weights, "gelu_tanh", keep, transposed)
+        call = KernelCall("op", "here", beside(INTERPRETER, *operands), no_fallback)
+        for found, wanted in zip(call(*operands), OP.linear_gated(*operands), strict=True):
+            assert error(found, wanted.double()) <= TOLERANCE[dtype]
 
 
 def test_an_input_gradient_lies_over_what_it_is_summed_with() -> None:

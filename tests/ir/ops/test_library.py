@@ -107,6 +107,18 @@ SAMPLES = [
         _msc.linear_epilogue.default,
         lambda: (_floats(3, 4), _floats(5, 4), _floats(5), _swapped(3, 5), "relu", False),
     ),
+    Sample(_msc.gated.default, lambda: (_swapped(3, 4), _floats(3, 4), "silu"), (0, 1)),
+    Sample(_msc.gated_backward.default, lambda: (*[_swapped(3, 4)] * 3, "gelu")),
+    Sample(
+        _msc.linear_gated.default,
+        lambda: (_swapped(2, 3, 4), _floats(5, 4), _floats(5, 4), "gelu_tanh", True),
+    ),
+    Sample(
+        _msc.linear_gated.default, lambda: (_floats(3, 4), _floats(4, 6), None, "silu", True, True)
+    ),
+    Sample(
+        _msc.linear_gated.default, lambda: (_floats(3, 4), _floats(5, 4), _floats(5, 4), "relu", False)
+    ),
     Sample(_msc.repad.default, lambda: (_floats(3, 7), 1, [3, 0, 4], [2, 2, 5]), (0,)),
     Sample(_msc.repad.default, lambda: (_swapped(5, 3), 0, [5], [6]), (0,)),
     Sample(_msc.linear_wgrad.default, lambda: (_swapped(2, 3, 5), _floats(2, 3, 4))),
