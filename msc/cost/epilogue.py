@@ -14,13 +14,14 @@ from msc.cost.cluster import Cluster
 from msc.cost.flops import call_flops, nbytes
 from msc.cost.roofline import Work
 from msc.ir.ops.epilogue import LINEAR_EPILOGUE
+from msc.ir.ops.gate import LINEAR_GATED
 from msc.ir.ops.library import arguments
 from msc.ir.values import operand_nodes, tensor_of, tensors_of
 
 IN_KERNEL = "in_kernel"
 """The mark of a call that its kernel is better at, by the cluster file."""
 
-EPILOGUES = (LINEAR_EPILOGUE,)
+EPILOGUES = (LINEAR_EPILOGUE, LINEAR_GATED)
 
 
 def epilogue_work(node: fx.Node) -> Work:
@@ -44,6 +45,8 @@ def _in_kernel(node: fx.Node) -> Work:
 def _in_library(node: fx.Node) -> Work:
     found: dict[str, Any] = arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
     out = nbytes(tensors_of(node)[0])
+    if node.target is LINEAR_GATED:
+        return replace(_product(node), passes=(3 * out,))
     passes = [2 * out] if found["activation"] else []
     if found["residual"] is not None:
         passes.append(3 * out)
@@ -51,10 +54,11 @@ def _in_library(node: fx.Node) -> Work:
 
 
 def _product(node: fx.Node) -> Work:
-    """Of the product alone, with a bias."""
+    """Of the products alone, with a bias."""
     found: dict[str, Any] = arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
-    operands = [found[name] for name in ("x", "w", "b") if found[name] is not None]
+    operands = [found[name] for name in ("x", "w", "b", "up") if found.get(name) is not None]
     tensors = [tensor_of(operand) for operand in operands]
-    results = tensors_of(node)[:1]
-    flops = call_flops(node.target, tensors, results)
-    return Work(flops, tensors[0].dtype, sum(map(nbytes, (*tensors, *results))))
+    out = tensors_of(node)[0]
+    written = (2 if node.target is LINEAR_GATED else 1) * nbytes(out)
+    flops = call_flops(node.target, tensors, [out])
+    return Work(flops, tensors[0].dtype, sum(map(nbytes, tensors)) + written)

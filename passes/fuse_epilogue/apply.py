@@ -1,4 +1,4 @@
-"""Make one op of a linear and the activation or the residual sum behind it.
+"""Make one op of a linear and the activation, the gate or the residual sum behind it.
 
     %h = msc.linear(%x, %w, %b)            %f = msc.linear_epilogue(%x, %w, %b, None, 'gelu', True)
     %a = aten.gelu(%h)               ->    %a = %f[0]
@@ -7,6 +7,10 @@
 
     %y = msc.linear(%a, %w, %b)            %f = msc.linear_epilogue(%a, %w, %b, %r, '', False)
     %s = aten.add(%r, %y)            ->    %s = %f[0]
+
+    %p = msc.linear(%x, %w)                %f = msc.linear_gated(%x, %w, %u, 'silu', False)
+    %q = msc.linear(%x, %u)          ->    %g = %f[0]
+    %g = msc.gated(%p, %q, 'silu')
 
 After differentiation, so that no gradient is needed: what the backward reads of the inside is
 stored by the op as well. After recomputation, which chooses among the single calls, and after
@@ -30,7 +34,7 @@ from msc.cost.epilogue import IN_KERNEL, kernel_gain
 from msc.ir.passes import UnitPass
 from msc.ir.rewrites import Finding
 from msc.passes.compilation import Compilation, Settings
-from msc.passes.fuse_epilogue.places import Activation, Place, places
+from msc.passes.fuse_epilogue.places import Activation, Gate, Place, places
 from msc.passes.fuse_epilogue.rewrite import fuse
 
 
@@ -79,7 +83,7 @@ def _fuse_all(gm: fx.GraphModule, settings: Settings, only: str) -> list[Finding
 
 def _fused(place: Place, settings: Settings) -> str:
     """Fuse a place; what was done."""
-    kept = isinstance(place, Activation) and place.keep
+    kept = isinstance(place, (Activation, Gate)) and place.keep
     node = fuse(place)
     what = "what the backward reads is stored too" if kept else "one result is stored"
     cluster = settings.cost.cluster
@@ -102,4 +106,4 @@ def _where(place: Place) -> str:
 
 
 def _kind(node: fx.Node) -> str:
-    return str(node.target).removeprefix("aten.").partition(".")[0]
+    return str(node.target).split(".")[1]

@@ -1,10 +1,14 @@
-"""Find linears with an activation or a residual sum behind them.
+"""Find linears with an activation, a gate or a residual sum behind them.
 
     %h = msc.linear(%x, %w, %b)          an Activation: %h, which is kept, since the backward reads
     %a = aten.gelu(%h)                   it too
     %y = msc.linear(%a, %v, %c)          a Residual: %y and %s
     %s = aten.add(%r, %y)
     return (%s, %h, %a)
+
+    %p = msc.linear(%x, %w)              a Gate of %p and %q, or of the halves of one product
+    %q = msc.linear(%x, %u)
+    %g = msc.gated(%p, %q, 'silu')
 
 What only views, or a collective's own op, keep from its product is a place too, with the reason.
 """
@@ -22,6 +26,8 @@ from torch import fx
 from msc.ir.ops.activations import activation_of
 from msc.ir.ops.epilogue import LINEAR_EPILOGUE
 from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL
+from msc.ir.ops.gate import GATED
+from msc.ir.ops.library import arguments
 from msc.ir.ops.linear import LINEAR
 from msc.ir.printer import format_target
 from msc.ir.values import tensor_of
@@ -29,6 +35,7 @@ from msc.ir.values import tensor_of
 _aten = torch.ops.aten
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 
+_GATE_WITH_BIAS = "its kernel adds no bias to the products that it multiplies"
 _IN_COLLECTIVE = (
     "its GEMM is one op with a collective (fuse-collectives), whose products have no epilogue"
 )
@@ -55,6 +62,17 @@ class Activation(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gate(Place):
+    """`node` gates `other` with `product`, both `msc.linear` of one value; other None: its halves.
+
+    keep: something else reads the products as well.
+    """
+
+    other: fx.Node | None
+    keep: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Residual(Place):
     """`node` is the sum of `product`, an `msc.linear` or what an activation gave, and `other`."""
 
@@ -70,6 +88,8 @@ def places(gm: fx.GraphModule) -> Iterator[Place]:
         name = activation_of(node)
         if name:
             place = _activation(node, name)
+        elif node.op == "call_function" and node.target is GATED:
+            place = _gate(node)
         elif node.op == "call_function" and node.target is _aten.add.Tensor:
             place = _residual(node)
         else:
@@ -85,6 +105,57 @@ def _activation(node: fx.Node, name: str) -> Place | None:
     if reason := _layout(node, value):
         return Place(node=node, product=value, reason=reason)
     return Activation(node=node, product=value, name=name, keep=len(value.users) > 1)
+
+
+def _gate(node: fx.Node) -> Place | None:
+    gate, up, *_ = node.args
+    if not (_is_linear(gate) and _is_linear(up)):
+        return _half_gate(node, gate, up)
+    one, two = (arguments(LINEAR, each.args, each.kwargs) for each in (gate, up))  # type: ignore[union-attr]
+    if reason := _against_gate(node, gate, up, one, two):
+        return Place(node=node, product=gate, reason=reason)
+    keep = len(gate.users) > 1 or len(up.users) > 1
+    return Gate(node=node, product=gate, other=up, keep=keep)
+
+
+def _against_gate(
+    node: fx.Node, gate: fx.Node, up: fx.Node, one: dict[str, Any], two: dict[str, Any]
+) -> str:
+    """Why two products and their gate cannot be one op, or ""."""
+    if one["x"] is not two["x"]:
+        return "gate and up are products of two values"
+    if one["b"] is not None or two["b"] is not None:
+        return _GATE_WITH_BIAS
+    weights = (tensor_of(one["w"]), tensor_of(two["w"]))
+    if one["transposed"] != two["transposed"] or weights[0].shape != weights[1].shape:
+        return "the weights of gate and up are not stored alike"
+    last = max(gate, up)
+    readers = [reader for each in (gate, up) for reader in each.users if reader is not node]
+    if any(_is_before(reader, last) for reader in readers):
+        return "one product is read before the other can be made"
+    return _layout(node, gate)
+
+
+def _half_gate(node: fx.Node, gate: Any, up: Any) -> Place | None:
+    """Of the halves of one product, as a split gives them."""
+    halves = [
+        each.args if isinstance(each, fx.Node) and each.target is operator.getitem else (None, 0)
+        for each in (gate, up)
+    ]
+    split: Any = halves[0][0]
+    product = split.args[0] if isinstance(split, fx.Node) and split.args else None
+    if halves[1][0] is not split or not _is_linear(product):
+        found = (_distant(node, operand) for operand in (gate, up))
+        return next((place for place in found if place is not None), None)
+    found = arguments(LINEAR, product.args, product.kwargs)
+    shape, width = tensor_of(product).shape, tensor_of(node).shape[-1]
+    in_order = [index for _, index in halves] == [0, 1] and len(split.meta["val"]) == 2
+    if not in_order or shape[-1] != 2 * width or shape[:-1] != tensor_of(node).shape[:-1]:
+        return Place(node=node, product=product, reason="gate and up are not its halves in order")
+    if found["b"] is not None:
+        return Place(node=node, product=product, reason=_GATE_WITH_BIAS)
+    keep = any(set(each.users) != {node} for each in (gate, up)) or len(product.users) > 1
+    return Gate(node=node, product=product, other=None, keep=keep)
 
 
 def _residual(node: fx.Node) -> Place | None:

@@ -9,16 +9,19 @@ import torch
 from torch import fx
 
 from msc.ir.ops.epilogue import LINEAR_EPILOGUE
+from msc.ir.ops.gate import LINEAR_GATED
 from msc.ir.ops.library import arguments
 from msc.ir.ops.linear import LINEAR
 from msc.ir.values import carry
-from msc.passes.fuse_epilogue.places import Activation, Place, Residual
+from msc.passes.fuse_epilogue.places import Activation, Gate, Place, Residual
 
 
 def fuse(place: Place) -> fx.Node:
     """Put one op in a place that has no reason against it; the new node."""
     if isinstance(place, Activation):
         return _fuse_activation(place)
+    if isinstance(place, Gate):
+        return _fuse_gate(place)
     assert isinstance(place, Residual)
     return _fuse_residual(place)
 
@@ -28,12 +31,30 @@ def _fuse_activation(place: Activation) -> fx.Node:
     found = _arguments(linear)
     # where the product was: whatever reads that comes later
     args = (found["x"], found["w"], found["b"], None, place.name, place.keep, found["transposed"])
-    fused = _call(linear, args, [linear, node])
+    fused = _call(LINEAR_EPILOGUE, args, linear, [linear, node])
     _take_over(fused, 0, node)
     if place.keep:
         _take_over(fused, 1, linear)
     else:
         linear.graph.erase_node(linear)
+    return fused
+
+
+def _fuse_gate(place: Gate) -> fx.Node:
+    product, other, node = place.product, place.other, place.node
+    found = _arguments(product)
+    up = None if other is None else _arguments(other)["w"]
+    args = (found["x"], found["w"], up, node.args[2], place.keep, found["transposed"])
+    products = [product] if other is None else [product, other]
+    fused = _call(LINEAR_GATED, args, max(products), [product, node])
+    halves = [] if other is not None else list(node.all_input_nodes)
+    _take_over(fused, 0, node)
+    if place.keep:
+        for index, each in enumerate(products, 1):
+            _take_over(fused, index, each)
+        return fused
+    for each in (*halves, *dict.fromkeys(half.args[0] for half in halves), *products):
+        fused.graph.erase_node(each)  # type: ignore[arg-type]
     return fused
 
 
@@ -50,7 +71,7 @@ def _fuse_residual(place: Residual) -> fx.Node:
         found.get("keep", False),
         found["transposed"],
     )
-    fused = _call(node, args, [call, node])  # where the other summand is there
+    fused = _call(LINEAR_EPILOGUE, args, node, [call, node])  # where the other summand is there
     _take_over(fused, 0, node)
     for item in [user for user in call.users if user is not product]:
         _take_over(fused, 1, item)
@@ -64,12 +85,14 @@ def _arguments(call: fx.Node) -> dict[str, Any]:
     return arguments(call.target, call.args, call.kwargs)  # type: ignore[arg-type]
 
 
-def _call(before: fx.Node, args: tuple[Any, ...], sources: list[fx.Node]) -> fx.Node:
+def _call(
+    target: Any, args: tuple[Any, ...], before: fx.Node, sources: list[fx.Node]
+) -> fx.Node:
     graph = before.graph
     with graph.inserting_before(before):
-        node = graph.call_function(LINEAR_EPILOGUE, args)
+        node = graph.call_function(target, args)
     with torch.no_grad():
-        value = LINEAR_EPILOGUE(*fx.map_arg(args, lambda operand: operand.meta["val"]))
+        value = target(*fx.map_arg(args, lambda operand: operand.meta["val"]))
     node.meta["val"] = tuple(value)
     return carry(sources, node)
 
