@@ -51,7 +51,8 @@ class CompileReport:
     cpu_seconds: pass -> seconds; "capture" is the first.
     rewrites: each place that a rewrite looked at: what was done, or why it was left alone.
     fused_collectives: each collective beside a GEMM: that it was fused, or why it was left alone.
-    epilogues: the same of each activation and residual sum behind a linear.
+    epilogues: the same of each sum beside a norm, and of each activation, gate and residual sum
+        behind a linear.
     model_flops: of the GEMMs of a step on one device: the forward, and twice that for the backward
         (Narayanan et al., SC 2021).
     schedule: what was chosen, and what it costs; chunk_stages: the pipeline stage of each chunk.
@@ -118,7 +119,7 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         search_cost=unit.placed.cost if unit.placed else 0.0,
         rewrites=tuple(map(str, unit.findings)),
         fused_collectives=tuple(map(str, unit.fusions)),
-        epilogues=tuple(map(str, unit.epilogues)),
+        epilogues=tuple(map(str, (*unit.norm_sums, *unit.epilogues))),
         model_flops=_model_flops(unit),
         schedule=_schedule(unit.schedule),
         chunk_stages=tuple(chunk.stage for chunk in unit.variants[0].chunks),

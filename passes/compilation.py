@@ -183,6 +183,7 @@ class Compilation(Unit):
         self.findings: list[Finding] = []
         self.fusions: list[Finding] = []
         self.epilogues: list[Finding] = []
+        self.norm_sums: list[Finding] = []
         self.stages_of = {}
         self.input_shapes = {}
         self.data_shards = {}

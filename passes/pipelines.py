@@ -18,6 +18,7 @@ from msc.passes.fit_schedule import FitSchedule
 from msc.passes.fuse_bias import FuseBias
 from msc.passes.fuse_collectives.apply import FuseCollectives
 from msc.passes.fuse_epilogue.apply import FuseEpilogue
+from msc.passes.fuse_norm_sums import FuseNormSums
 from msc.passes.fuse_sums import FuseSums
 from msc.passes.merge_branches import MergeBranches
 from msc.passes.normalize import NORMALIZE
@@ -140,6 +141,7 @@ _RANK_GRAPHS = (
 _FINISH = (
     SplitBackward(),  # as the schedule says; after recomputation, which changes the backward
     FuseCollectives(),  # when no graph is cut any more, and before what is left is overlapped
+    FuseNormSums(),  # before the next, which takes what sums are left
     FuseEpilogue(),  # of products that no collective took; moves them, hence before overlap
     Overlap(),  # after all that changes a block's work
     BuildChunks(),

@@ -30,10 +30,14 @@ from msc.codegen.kernel_calls.gate import (
 )
 from msc.codegen.kernel_calls.linear import linear, linear_dgrad, linear_wgrad
 from msc.codegen.kernel_calls.norm import (
+    add_layer_norm,
+    add_rms_norm,
     layer_norm,
     layer_norm_backward,
+    layer_norm_backward_add,
     rms_norm,
     rms_norm_backward,
+    rms_norm_backward_add,
 )
 from msc.codegen.kernel_calls.optimizer import adam, lamb, lamb_sums
 from msc.codegen.kernels.description import Kernel, Target
@@ -48,6 +52,12 @@ from msc.ir.ops.gate import GATED, GATED_BACKWARD, LINEAR_GATED
 from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from msc.ir.ops.loss import NLL_TERMS, NLL_TERMS_BACKWARD
 from msc.ir.ops.norm import RMS_NORM, RMS_NORM_BACKWARD
+from msc.ir.ops.norm_sum import (
+    ADD_LAYER_NORM,
+    ADD_RMS_NORM,
+    LAYER_NORM_BACKWARD_ADD,
+    RMS_NORM_BACKWARD_ADD,
+)
 from msc.ir.ops.random import DROPOUT
 
 aten = torch.ops.aten
@@ -88,6 +98,7 @@ _EPILOGUE = (
 _GATE = "one pass over memory"
 _ATTENTION = "the scores are never in memory"
 _NORM = "statistics and result in one pass over the rows"
+_NORM_SUM = "sum, statistics and result in one pass over the rows"
 _LOSS = "no exponentials in memory"
 _STEP = "all tensors in one launch; gradients are scaled and cast as they are read"
 
@@ -105,6 +116,10 @@ OPS: dict[Any, OpKernels] = {
     aten.native_layer_norm_backward.default: OpKernels(layer_norm_backward, _NORM),
     RMS_NORM: OpKernels(rms_norm, _NORM),
     RMS_NORM_BACKWARD: OpKernels(rms_norm_backward, _NORM),
+    ADD_LAYER_NORM: OpKernels(add_layer_norm, _NORM_SUM),
+    LAYER_NORM_BACKWARD_ADD: OpKernels(layer_norm_backward_add, _NORM_SUM),
+    ADD_RMS_NORM: OpKernels(add_rms_norm, _NORM_SUM),
+    RMS_NORM_BACKWARD_ADD: OpKernels(rms_norm_backward_add, _NORM_SUM),
     NLL_TERMS: OpKernels(nll_terms, _LOSS),
     NLL_TERMS_BACKWARD: OpKernels(nll_terms_backward, _LOSS),
     DROPOUT: OpKernels(dropout, "the bits of an element are made where it is read"),
@@ -199,7 +214,11 @@ class KernelChoice:
         if op is None or self.kernels.target is None:
             return None
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-        key = (node.target, _described((args, kwargs)), bool(node.meta.get("marks", {}).get(IN_KERNEL)))
+        key = (
+            node.target,
+            _described((args, kwargs)),
+            bool(node.meta.get("marks", {}).get(IN_KERNEL)),
+        )
         if key not in self._entries:
             self._entries[key] = self._made(node, op, args, kwargs)
         entry = self._entries[key]

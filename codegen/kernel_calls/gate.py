@@ -10,7 +10,7 @@ from torch import Tensor
 from msc.codegen.kernel_calls.call import Launches, Plan, dense, one_dtype, rows
 from msc.codegen.kernel_calls.linear import product
 from msc.codegen.kernels import gate as kernels
-from msc.codegen.kernels.description import Kernel, Target
+from msc.codegen.kernels.description import Target
 from msc.codegen.kernels.epilogue import GATED
 from msc.codegen.kernels.gate import LANE, Gate
 from msc.ir.errors import PlanError
@@ -30,9 +30,7 @@ def gated(target: Target, gate: Tensor, up: Tensor, activation: str) -> Plan:
     return Plan((kernel,), run)
 
 
-def gated_backward(
-    target: Target, gy: Tensor, gate: Tensor, up: Tensor, activation: str
-) -> Plan:
+def gated_backward(target: Target, gy: Tensor, gate: Tensor, up: Tensor, activation: str) -> Plan:
     """Both gradients in one pass."""
     one_dtype("gate", gy, gate)
     kernel = kernels.emit_backward(_gate(target, gate, up, activation))

@@ -24,7 +24,6 @@ Numerics: a sum without a bias is rounded once, with its product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,6 +32,7 @@ from torch import fx
 from msc.cost.epilogue import IN_KERNEL, kernel_gain
 from msc.ir.passes import UnitPass
 from msc.ir.rewrites import Finding
+from msc.passes.block_graphs import block_graphs
 from msc.passes.compilation import Compilation, Settings
 from msc.passes.fuse_epilogue.places import Activation, Gate, Place, places
 from msc.passes.fuse_epilogue.rewrite import fuse
@@ -48,26 +48,13 @@ class FuseEpilogue(UnitPass):
     def run(self, unit: Compilation) -> int:
         unit.epilogues = []
         changes = 0
-        for gm, only in _block_graphs(unit):
+        for gm, only in block_graphs(unit):
             found = _fuse_all(gm, unit.settings, only)
             changes += sum(each.changed for each in found)
             # other variants find the same
             unit.epilogues += [each for each in found if each not in unit.epilogues]
         unit.remark(*map(str, unit.epilogues))
         return changes
-
-
-def _block_graphs(unit: Compilation) -> Iterator[tuple[fx.GraphModule, str]]:
-    """Each distinct graph of a block, with the stage of one that other stages do not have."""
-    done: set[int] = set()
-    for stage in range(unit.schedule.stages.count):
-        for name in dict.fromkeys(unit.blocks_on(stage)):
-            for variant in unit.variants:
-                only = f" of stage {stage}" if (stage, name) in variant.at_stage else ""
-                for gm in variant.programs(stage, name).graphs:
-                    if id(gm) not in done:
-                        done.add(id(gm))
-                        yield gm, only
 
 
 def _fuse_all(gm: fx.GraphModule, settings: Settings, only: str) -> list[Finding]:

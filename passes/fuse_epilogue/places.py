@@ -29,6 +29,7 @@ from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL
 from msc.ir.ops.gate import GATED
 from msc.ir.ops.library import arguments
 from msc.ir.ops.linear import LINEAR
+from msc.ir.ops.norm_sum import ADD_LAYER_NORM, ADD_RMS_NORM
 from msc.ir.printer import format_target
 from msc.ir.values import tensor_of
 
@@ -36,6 +37,7 @@ _aten = torch.ops.aten
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 
 _GATE_WITH_BIAS = "its kernel adds no bias to the products that it multiplies"
+_IN_NORM = "the norm behind it takes the sum (fuse-norm-sums)"
 _IN_COLLECTIVE = (
     "its GEMM is one op with a collective (fuse-collectives), whose products have no epilogue"
 )
@@ -90,6 +92,8 @@ def places(gm: fx.GraphModule) -> Iterator[Place]:
             place = _activation(node, name)
         elif node.op == "call_function" and node.target is GATED:
             place = _gate(node)
+        elif node.op == "call_function" and node.target in (ADD_LAYER_NORM, ADD_RMS_NORM):
+            place = _before_norm(node)
         elif node.op == "call_function" and node.target is _aten.add.Tensor:
             place = _residual(node)
         else:
@@ -170,6 +174,14 @@ def _residual(node: fx.Node) -> Place | None:
         return Residual(node=node, product=product, other=other)
     found = (_distant(node, operand) for operand in (right, left))
     return next((place for place in found if place is not None), None)
+
+
+def _before_norm(node: fx.Node) -> Place | None:
+    """A sum that is made in a norm's pass, which a product could have taken."""
+    for operand in node.args[1::-1]:
+        if _is_linear(operand):
+            return Place(node=node, product=operand, reason=_IN_NORM)  # type: ignore[arg-type]
+    return None
 
 
 def _against_sum(node: fx.Node, product: fx.Node, other: fx.Node) -> str:

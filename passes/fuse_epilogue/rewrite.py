@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
-import torch
 from torch import fx
 
 from msc.ir.ops.epilogue import LINEAR_EPILOGUE
 from msc.ir.ops.gate import LINEAR_GATED
 from msc.ir.ops.library import arguments
 from msc.ir.ops.linear import LINEAR
-from msc.ir.values import carry
 from msc.passes.fuse_epilogue.places import Activation, Gate, Place, Residual
+from msc.passes.several_results import call_before, take_over
 
 
 def fuse(place: Place) -> fx.Node:
@@ -31,10 +29,10 @@ def _fuse_activation(place: Activation) -> fx.Node:
     found = _arguments(linear)
     # where the product was: whatever reads that comes later
     args = (found["x"], found["w"], found["b"], None, place.name, place.keep, found["transposed"])
-    fused = _call(LINEAR_EPILOGUE, args, linear, [linear, node])
-    _take_over(fused, 0, node)
+    fused = call_before(linear, LINEAR_EPILOGUE, args, [linear, node])
+    take_over(fused, 0, node)
     if place.keep:
-        _take_over(fused, 1, linear)
+        take_over(fused, 1, linear)
     else:
         linear.graph.erase_node(linear)
     return fused
@@ -46,12 +44,12 @@ def _fuse_gate(place: Gate) -> fx.Node:
     up = None if other is None else _arguments(other)["w"]
     args = (found["x"], found["w"], up, node.args[2], place.keep, found["transposed"])
     products = [product] if other is None else [product, other]
-    fused = _call(LINEAR_GATED, args, max(products), [product, node])
+    fused = call_before(max(products), LINEAR_GATED, args, [product, node])
     halves = [] if other is not None else list(node.all_input_nodes)
-    _take_over(fused, 0, node)
+    take_over(fused, 0, node)
     if place.keep:
         for index, each in enumerate(products, 1):
-            _take_over(fused, index, each)
+            take_over(fused, index, each)
         return fused
     for each in (*halves, *dict.fromkeys(half.args[0] for half in halves), *products):
         fused.graph.erase_node(each)  # type: ignore[arg-type]
@@ -71,10 +69,12 @@ def _fuse_residual(place: Residual) -> fx.Node:
         found.get("keep", False),
         found["transposed"],
     )
-    fused = _call(LINEAR_EPILOGUE, args, node, [call, node])  # where the other summand is there
-    _take_over(fused, 0, node)
+    fused = call_before(
+        node, LINEAR_EPILOGUE, args, [call, node]
+    )  # where the other summand is there
+    take_over(fused, 0, node)
     for item in [user for user in call.users if user is not product]:
-        _take_over(fused, 1, item)
+        take_over(fused, 1, item)
     product.graph.erase_node(product)
     if call is not product:
         call.graph.erase_node(call)
@@ -83,25 +83,3 @@ def _fuse_residual(place: Residual) -> fx.Node:
 
 def _arguments(call: fx.Node) -> dict[str, Any]:
     return arguments(call.target, call.args, call.kwargs)  # type: ignore[arg-type]
-
-
-def _call(
-    target: Any, args: tuple[Any, ...], before: fx.Node, sources: list[fx.Node]
-) -> fx.Node:
-    graph = before.graph
-    with graph.inserting_before(before):
-        node = graph.call_function(target, args)
-    with torch.no_grad():
-        value = target(*fx.map_arg(args, lambda operand: operand.meta["val"]))
-    node.meta["val"] = tuple(value)
-    return carry(sources, node)
-
-
-def _take_over(fused: fx.Node, index: int, old: fx.Node) -> None:
-    """Read a result of the new op in the place of a node, which goes."""
-    graph = fused.graph
-    with graph.inserting_after(fused):
-        item = graph.call_function(operator.getitem, (fused, index))
-    item.meta = {**old.meta, "val": fused.meta["val"][index]}
-    old.replace_all_uses_with(item)
-    graph.erase_node(old)

@@ -9,6 +9,7 @@ from msc.ir.ops import gate as _gate
 from msc.ir.ops import linear as _linear
 from msc.ir.ops import loss as _loss
 from msc.ir.ops import norm as _norm
+from msc.ir.ops import norm_sum as _norm_sum
 from msc.ir.ops import random as _random
 from msc.ir.ops import repad as _repad
 from msc.ir.ops import statistics as _statistics
@@ -27,6 +28,7 @@ FAMILIES = (
     _linear,
     _loss,
     _norm,
+    _norm_sum,
     _random,
     _repad,
     _statistics,

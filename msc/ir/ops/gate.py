@@ -23,9 +23,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation].apply(gate).mul_(up).contiguous()
 
 
-def gated_backward(
-    gy: Tensor, gate: Tensor, up: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
+def gated_backward(gy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; gy is that of the result, the others are the op's operands."""
     own = ACTIVATIONS[activation]
     d_up = own.apply(gate).mul_(gy)

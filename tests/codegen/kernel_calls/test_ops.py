@@ -36,7 +36,9 @@ def check(
     """Kernels give what the op gives: numbers, shapes, dtypes and strides."""
     found = kernel_call(op, *args, target=target, **kwargs)(*args, **kwargs)
     wanted = KERNELS.get(op, op)(*args, **kwargs)
-    pairs = zip(found, wanted, strict=True) if isinstance(wanted, (tuple, list)) else [(found, wanted)]
+    pairs = (
+        zip(found, wanted, strict=True) if isinstance(wanted, (tuple, list)) else [(found, wanted)]
+    )
     for one, other in pairs:
         if other is None:
             assert one is None

@@ -117,7 +117,8 @@ SAMPLES = [
         _msc.linear_gated.default, lambda: (_floats(3, 4), _floats(4, 6), None, "silu", True, True)
     ),
     Sample(
-        _msc.linear_gated.default, lambda: (_floats(3, 4), _floats(5, 4), _floats(5, 4), "relu", False)
+        _msc.linear_gated.default,
+        lambda: (_floats(3, 4), _floats(5, 4), _floats(5, 4), "relu", False),
     ),
     Sample(_msc.repad.default, lambda: (_floats(3, 7), 1, [3, 0, 4], [2, 2, 5]), (0,)),
     Sample(_msc.repad.default, lambda: (_swapped(5, 3), 0, [5], [6]), (0,)),
