@@ -214,11 +214,7 @@ class KernelChoice:
         if op is None or self.kernels.target is None:
             return None
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-        key = (
-            node.target,
-            _described((args, kwargs)),
-            bool(node.meta.get("marks", {}).get(IN_KERNEL)),
-        )
+        key = (node.target, _described((args, kwargs)), _is_marked(node))
         if key not in self._entries:
             self._entries[key] = self._made(node, op, args, kwargs)
         entry = self._entries[key]
@@ -231,7 +227,7 @@ class KernelChoice:
         name = target.__name__ if acts else str(target).removesuffix(".default")
         path = node.meta.get("module_path")
         where = f" in {path}" if path else ""
-        preferred = node.meta.get("marks", {}).get(IN_KERNEL)
+        preferred = _is_marked(node)
         library = op.library and not self.kernels.everywhere and not preferred
         maker = op.beside if library else op.maker
         if maker is None:
@@ -245,6 +241,11 @@ class KernelChoice:
         if preferred:
             why += "; by the cluster file it pays"
         return _Entry(name, where, call, why)
+
+
+def _is_marked(node: fx.Node) -> bool:
+    """Whether its kernels are worth it by the cluster file."""
+    return bool(node.meta.get("marks", {}).get(IN_KERNEL))
 
 
 def _not_taken(*args: Any, **kwargs: Any) -> None:

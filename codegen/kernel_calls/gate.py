@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msc.codegen.kernel_calls.call import Launches, Plan, dense, one_dtype, rows
+from msc.codegen.kernel_calls.call import Launches, Plan, dense, is_dense, one_dtype, rows
 from msc.codegen.kernel_calls.linear import product
 from msc.codegen.kernels import gate as kernels
 from msc.codegen.kernels.description import Target
@@ -42,7 +42,17 @@ def gated_backward(target: Target, gy: Tensor, gate: Tensor, up: Tensor, activat
         values = _rows(gate=gate, up=up) | {"gy": dense(gy), "d_gate": d_gate, "d_up": d_up}
         return [(kernel, values)], (d_gate, d_up)
 
-    return Plan((kernel,), run)
+    def over(
+        gy: Tensor, gate: Tensor, up: Tensor, activation: str
+    ) -> tuple[Launches, tuple[Tensor, Tensor]]:
+        if not is_dense(gy):
+            return run(gy, gate, up, activation)
+        # an element of gy is read before the gradient of its gate is written there
+        d_up = up.new_empty(up.shape)
+        values = _rows(gate=gate, up=up) | {"gy": gy, "d_gate": gy, "d_up": d_up}
+        return [(kernel, values)], (gy, d_up)
+
+    return Plan((kernel,), run, over)
 
 
 def linear_gated(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msc.codegen.kernel_calls.call import Launches, Plan, dense, one_dtype
+from msc.codegen.kernel_calls.call import Launches, Plan, dense, is_dense, one_dtype
 from msc.codegen.kernels import column_sums, norm
 from msc.codegen.kernels.description import Kernel, Target
 from msc.codegen.kernels.norm import Norm
@@ -64,15 +64,15 @@ def add_layer_norm(
     kernel = norm.emit_forward(own)
     kept = getattr(torch, own.statistics)
 
-    def run(
+    def into(
+        summed: Tensor,
         x: Tensor,
         residual: Tensor,
         shape: Sequence[int],
         weight: Tensor,
         bias: Tensor | None,
-        eps: float,
     ) -> tuple[Launches, tuple[Tensor, Tensor, Tensor, Tensor]]:
-        summed, y = x.new_empty(x.shape), x.new_empty(x.shape)
+        y = x.new_empty(x.shape)
         leading = (*x.shape[: x.dim() - len(shape)], *[1] * len(shape))
         mean, rstd = (x.new_empty(leading, dtype=kept) for _ in range(2))
         values = {"x": dense(x), "residual": dense(residual), "weight": dense(weight)}
@@ -81,7 +81,14 @@ def add_layer_norm(
             values["bias"] = dense(bias)
         return [(kernel, values)], (summed, y, mean, rstd)
 
-    return Plan((kernel,), run)
+    def run(x: Tensor, *rest: Any) -> tuple[Launches, tuple[Tensor, Tensor, Tensor, Tensor]]:
+        return into(x.new_empty(x.shape), x, *rest[:-1])
+
+    def over(x: Tensor, *rest: Any) -> tuple[Launches, tuple[Tensor, Tensor, Tensor, Tensor]]:
+        # a row of x is read before the sum is written there
+        return into(x if is_dense(x) else x.new_empty(x.shape), x, *rest[:-1])
+
+    return Plan((kernel,), run, over)
 
 
 def layer_norm_backward(
@@ -204,15 +211,26 @@ def add_rms_norm(target: Target, x: Tensor, residual: Tensor, weight: Tensor, ep
     one_dtype("norm", x, residual)
     kernel = norm.emit_forward(own)
 
-    def run(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    def into(
+        summed: Tensor, x: Tensor, residual: Tensor, weight: Tensor
     ) -> tuple[Launches, tuple[Tensor, Tensor, Tensor]]:
-        summed, y = x.new_empty(x.shape), x.new_empty(x.shape)
+        y = x.new_empty(x.shape)
         rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
         values = {"x": dense(x), "residual": dense(residual), "weight": dense(weight)}
         return [(kernel, values | {"y": y, "summed": summed, "rstd": rstd})], (summed, y, rstd)
 
-    return Plan((kernel,), run)
+    def run(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Launches, tuple[Tensor, Tensor, Tensor]]:
+        return into(x.new_empty(x.shape), x, residual, weight)
+
+    def over(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Launches, tuple[Tensor, Tensor, Tensor]]:
+        # a row of x is read before the sum is written there
+        return into(x if is_dense(x) else x.new_empty(x.shape), x, residual, weight)
+
+    return Plan((kernel,), run, over)
 
 
 def rms_norm_backward_add(

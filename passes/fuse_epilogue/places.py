@@ -190,9 +190,9 @@ def _against_sum(node: fx.Node, product: fx.Node, other: fx.Node) -> str:
     if len(product.users) > 1:
         return "something else reads the product without the sum, which is not kept"
     if one.shape != two.shape or one.dtype != two.dtype:
-        return f"what is added, {two.dtype} {tuple(two.shape)}, is not of the product's shape and dtype"
+        return f"{two.dtype} {tuple(two.shape)} is not of the product's shape and dtype"
     call: Any = product.args[0] if product.target is operator.getitem else product
-    if any(reader is not product and _is_before(reader, node) for reader in _readers(call)):
+    if any(_is_before(reader, node) for reader in _readers(call)):
         return "what the activation reads is needed before the sum can be made"
     return _layout(node, product)
 

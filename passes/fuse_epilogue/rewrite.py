@@ -69,9 +69,8 @@ def _fuse_residual(place: Residual) -> fx.Node:
         found.get("keep", False),
         found["transposed"],
     )
-    fused = call_before(
-        node, LINEAR_EPILOGUE, args, [call, node]
-    )  # where the other summand is there
+    # where the other summand is there
+    fused = call_before(node, LINEAR_EPILOGUE, args, [call, node])
     take_over(fused, 0, node)
     for item in [user for user in call.users if user is not product]:
         take_over(fused, 1, item)

@@ -14,7 +14,10 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """apply: to a new tensor; overwrite: in place; gradient: of its operand, from (gy, operand)."""
+    """apply: to a new tensor; overwrite: in place.
+
+    gradient: of its operand, from (gy, operand), in place of gy.
+    """
 
     apply: Callable[[Tensor], Tensor]
     overwrite: Callable[[Tensor], Tensor]
@@ -31,14 +34,19 @@ def _gelu(approximate: str) -> Activation:
         return y
 
     def gradient(gy: Tensor, x: Tensor) -> Tensor:
-        gx: Tensor = _aten.gelu_backward(gy, x, approximate=approximate)
+        gx: Tensor = _aten.gelu_backward.grad_input(gy, x, approximate=approximate, grad_input=gy)
         return gx
 
     return Activation(apply, overwrite, gradient)
 
 
 def _relu_gradient(gy: Tensor, x: Tensor) -> Tensor:
-    gx: Tensor = _aten.threshold_backward(gy, x, 0)
+    gx: Tensor = _aten.threshold_backward.grad_input(gy, x, 0, grad_input=gy)
+    return gx
+
+
+def _silu_gradient(gy: Tensor, x: Tensor) -> Tensor:
+    gx: Tensor = _aten.silu_backward.grad_input(gy, x, grad_input=gy)
     return gx
 
 
@@ -46,7 +54,7 @@ ACTIVATIONS = {
     "relu": Activation(torch.relu, torch.relu_, _relu_gradient),
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
-    "silu": Activation(_aten.silu, _aten.silu_, _aten.silu_backward),
+    "silu": Activation(_aten.silu, _aten.silu_, _silu_gradient),
 }
 """By name; "gelu" is with erf (Hendrycks and Gimpel, 2016, section 2), "gelu_tanh" its estimate."""
 

@@ -1,4 +1,4 @@
-"""A gate: `activation(gate) * up`, as in SwiGLU (Shazeer, "GLU variants improve transformer", 2020).
+"""A gate: `activation(gate) * up` (Shazeer, "GLU variants improve transformer", 2020).
 
 As one op it keeps its two operands for the backward; written out it keeps the activation's result
 as well.
@@ -27,8 +27,14 @@ def gated_backward(gy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tup
     """Gradients of gate and up; gy is that of the result, the others are the op's operands."""
     own = ACTIVATIONS[activation]
     d_up = own.apply(gate).mul_(gy)
-    d_gate = own.gradient(gy * up, gate)
-    return d_gate.contiguous(), d_up.contiguous()
+    return own.gradient(gy * up, gate).contiguous(), d_up.contiguous()
+
+
+def gated_backward_(gy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """`gated_backward`, whose gradient of gate overwrites gy."""
+    own = ACTIVATIONS[activation]
+    d_up = own.apply(gate).mul_(gy).contiguous()
+    return own.gradient(gy.mul_(up), gate), d_up
 
 
 def linear_gated(

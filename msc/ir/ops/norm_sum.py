@@ -31,6 +31,20 @@ def add_layer_norm(
     return summed, y, mean, rstd
 
 
+def add_layer_norm_(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`add_layer_norm`, whose sum overwrites x."""
+    summed = x.add_(residual)
+    y, mean, rstd = torch.native_layer_norm(summed, list(normalized_shape), weight, bias, eps)
+    return summed, y, mean, rstd
+
+
 def layer_norm_backward_add(
     gy: Tensor,
     x: Tensor,
@@ -60,6 +74,14 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x and residual `[..., n]` -> their sum, and `rms_norm` of it: y, rstd."""
     summed = torch.add(x, residual).contiguous()
+    return summed, *rms_norm(summed, weight, eps)
+
+
+def add_rms_norm_(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`add_rms_norm`, whose sum overwrites x."""
+    summed = x.add_(residual)
     return summed, *rms_norm(summed, weight, eps)
 
 
