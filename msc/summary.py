@@ -71,7 +71,6 @@ def print_verify(report: VerifyReport) -> None:
         rows.append(("captured against eager", f"worst {name}", error))
     _print_table(console, "", ("", "", ""), rows)
     _print_sharded(console, report.sharded)
-    _print_lines(console, "epilogues", _fusions(report.epilogues))
     _print_lines(console, "fallbacks", report.fallbacks)
     _print_lines(console, "notes", report.notes)
     if report.ok:

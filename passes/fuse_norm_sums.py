@@ -40,8 +40,8 @@ from msc.passes.several_results import call_before, take_over
 
 _aten = torch.ops.aten
 _ADD = _aten.add.Tensor
-_FORWARD = {_aten.native_layer_norm.default: ADD_LAYER_NORM, RMS_NORM: ADD_RMS_NORM}
-_BACKWARD = {
+_FORWARD: dict[Any, Any] = {_aten.native_layer_norm.default: ADD_LAYER_NORM, RMS_NORM: ADD_RMS_NORM}
+_BACKWARD: dict[Any, Any] = {
     _aten.native_layer_norm_backward.default: LAYER_NORM_BACKWARD_ADD,
     RMS_NORM_BACKWARD: RMS_NORM_BACKWARD_ADD,
 }
@@ -145,7 +145,8 @@ def _fuse_forward(norm: fx.Node, total: fx.Node) -> None:
     args = (*total.args, *norm.args[1:])
     fused = call_before(norm, _FORWARD[norm.target], args, [norm, total])
     for item in list(norm.users):
-        take_over(fused, item.args[1] + 1, item)  # type: ignore[operator]
+        index: Any = item.args[1]
+        take_over(fused, index + 1, item)
     norm.graph.erase_node(norm)
     take_over(fused, 0, total)
 

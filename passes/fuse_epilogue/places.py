@@ -112,10 +112,11 @@ def _activation(node: fx.Node, name: str) -> Place | None:
 
 
 def _gate(node: fx.Node) -> Place | None:
-    gate, up, *_ = node.args
+    gate: Any = node.args[0]
+    up: Any = node.args[1]
     if not (_is_linear(gate) and _is_linear(up)):
         return _half_gate(node, gate, up)
-    one, two = (arguments(LINEAR, each.args, each.kwargs) for each in (gate, up))  # type: ignore[union-attr]
+    one, two = (arguments(LINEAR, each.args, each.kwargs) for each in (gate, up))
     if reason := _against_gate(node, gate, up, one, two):
         return Place(node=node, product=gate, reason=reason)
     keep = len(gate.users) > 1 or len(up.users) > 1
@@ -141,31 +142,37 @@ def _against_gate(
 
 
 def _half_gate(node: fx.Node, gate: Any, up: Any) -> Place | None:
-    """Of the halves of one product, as a split gives them."""
-    halves = [
-        each.args if isinstance(each, fx.Node) and each.target is operator.getitem else (None, 0)
-        for each in (gate, up)
-    ]
-    split: Any = halves[0][0]
-    product = split.args[0] if isinstance(split, fx.Node) and split.args else None
-    if halves[1][0] is not split or not _is_linear(product):
+    """Of the parts of one product, as a split gives them."""
+    split, first = _part(gate)
+    other, second = _part(up)
+    product: Any = None if split is None else split.args[0]
+    if split is None or split is not other or not _is_linear(product):
         found = (_distant(node, operand) for operand in (gate, up))
         return next((place for place in found if place is not None), None)
-    found = arguments(LINEAR, product.args, product.kwargs)
-    shape, width = tensor_of(product).shape, tensor_of(node).shape[-1]
-    in_order = [index for _, index in halves] == [0, 1] and len(split.meta["val"]) == 2
-    if not in_order or shape[-1] != 2 * width or shape[:-1] != tensor_of(node).shape[:-1]:
+    shape, wanted = tensor_of(product).shape, tensor_of(node).shape
+    halves = shape[-1] == 2 * wanted[-1] and shape[:-1] == wanted[:-1]
+    if (first, second) != (0, 1) or not halves or len(split.meta["val"]) != 2:
         return Place(node=node, product=product, reason="gate and up are not its halves in order")
-    if found["b"] is not None:
+    if arguments(LINEAR, product.args, product.kwargs)["b"] is not None:
         return Place(node=node, product=product, reason=_GATE_WITH_BIAS)
     keep = any(set(each.users) != {node} for each in (gate, up)) or len(product.users) > 1
     return Gate(node=node, product=product, other=None, keep=keep)
 
 
+def _part(value: Any) -> tuple[fx.Node | None, Any]:
+    """The call that a value is one result of, and which."""
+    if not isinstance(value, fx.Node) or value.target is not operator.getitem:
+        return None, None
+    call: Any = value.args[0]
+    split = isinstance(call, fx.Node) and call.target is _aten.split_with_sizes.default
+    return (call, value.args[1]) if split else (None, None)
+
+
 def _residual(node: fx.Node) -> Place | None:
     if len(node.args) != 2 or node.kwargs or not all(isinstance(o, fx.Node) for o in node.args):
         return None
-    left, right = node.args
+    left: Any = node.args[0]
+    right: Any = node.args[1]
     for product, other in ((right, left), (left, right)):
         if not _is_open(product):
             continue
@@ -178,9 +185,10 @@ def _residual(node: fx.Node) -> Place | None:
 
 def _before_norm(node: fx.Node) -> Place | None:
     """A sum that is made in a norm's pass, which a product could have taken."""
-    for operand in node.args[1::-1]:
+    operands: Any = node.args[1::-1]
+    for operand in operands:
         if _is_linear(operand):
-            return Place(node=node, product=operand, reason=_IN_NORM)  # type: ignore[arg-type]
+            return Place(node=node, product=operand, reason=_IN_NORM)
     return None
 
 
@@ -224,9 +232,10 @@ def _is_open(node: Any) -> bool:
     """Whether a value is a product to whose op a sum can still be added."""
     if not isinstance(node, fx.Node) or node.target is not operator.getitem:
         return _is_linear(node)
-    call, index = node.args
-    fused = isinstance(call, fx.Node) and call.target is LINEAR_EPILOGUE and index == 0
-    return fused and call.args[3] is None  # type: ignore[union-attr]
+    call: Any = node.args[0]
+    if not isinstance(call, fx.Node) or call.target is not LINEAR_EPILOGUE:
+        return False
+    return bool(node.args[1] == 0 and call.args[3] is None)
 
 
 def _distant(node: fx.Node, value: Any) -> Place | None:
@@ -247,8 +256,9 @@ def _distant(node: fx.Node, value: Any) -> Place | None:
 
 def _gathers(item: fx.Node) -> bool:
     """Whether an item is a product by rows of a gathered value."""
-    call, index = item.args
+    call: Any = item.args[0]
+    index: Any = item.args[1]
     if not isinstance(call, fx.Node) or call.target is not ALL_GATHER_MATMUL:
         return False
     weights: Any = call.args[2]
-    return int(index) < len(weights)  # type: ignore[arg-type]
+    return bool(index < len(weights))

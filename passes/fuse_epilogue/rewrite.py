@@ -45,14 +45,14 @@ def _fuse_gate(place: Gate) -> fx.Node:
     args = (found["x"], found["w"], up, node.args[2], place.keep, found["transposed"])
     products = [product] if other is None else [product, other]
     fused = call_before(max(products), LINEAR_GATED, args, [product, node])
-    halves = [] if other is not None else list(node.all_input_nodes)
+    halves: list[Any] = [] if other is not None else list(node.all_input_nodes)
     take_over(fused, 0, node)
     if place.keep:
         for index, each in enumerate(products, 1):
             take_over(fused, index, each)
         return fused
     for each in (*halves, *dict.fromkeys(half.args[0] for half in halves), *products):
-        fused.graph.erase_node(each)  # type: ignore[arg-type]
+        fused.graph.erase_node(each)
     return fused
 
 

@@ -65,4 +65,6 @@ def activation_of(node: Any) -> str:
         return ""
     if node.target is _aten.gelu.default:
         return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
-    return {_aten.relu.default: "relu", _aten.silu.default: "silu"}.get(node.target, "")
+    if node.target is _aten.relu.default:
+        return "relu"
+    return "silu" if node.target is _aten.silu.default else ""

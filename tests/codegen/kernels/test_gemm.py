@@ -52,7 +52,7 @@ def operands(gemm: Gemm) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         "gelu": functional.gelu,
         "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     }
-    gate, up = before.split(gemm.n, 1) if gated else (before, 1.0)
+    gate, up = torch.split(before, gemm.n, 1) if gated else (before, 1.0)
     result = activations[GATED.get(name, name)](gate) * up
     if gemm.epilogue.residual:
         values["residual"] = random(gemm.m, gemm.n)
