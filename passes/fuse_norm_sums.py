@@ -58,7 +58,7 @@ class FuseNormSums(UnitPass):
         unit.norm_sums = []
         changes = 0
         for gm, only in block_graphs(unit):
-            found = list(_fuse_all(gm, only))
+            found = list(fuse_sums_of(gm, only))
             changes += sum(each.changed for each in found)
             if any(each.changed for each in found):
                 gm.recompile()
@@ -68,7 +68,11 @@ class FuseNormSums(UnitPass):
         return changes
 
 
-def _fuse_all(gm: fx.GraphModule, only: str) -> Iterator[Finding]:
+def fuse_sums_of(gm: fx.GraphModule, only: str) -> Iterator[Finding]:
+    """Fuse what can be fused in one graph, and say what became of each place.
+
+    only: the stage of a graph that other stages do not have.
+    """
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.kwargs:
             continue

@@ -13,6 +13,7 @@ from msc.ir.communication import graphs_below
 from msc.runtime.memory.meter import StorageMeter
 from tests import models
 
+
 def small(name: str, layers: int = 2) -> torch.nn.Module:
     torch.manual_seed(0)
     build = models.GPT if name == "gpt" else models.Llama
