@@ -37,7 +37,7 @@ from msc.report import CompileReport, ScheduleReport
 from msc.saved_tensors import SavedTensors
 
 FORMAT = "msc program"
-VERSION = 3
+VERSION = 4
 PROGRAM = "program.json"
 TENSORS = "model.safetensors"
 
@@ -299,6 +299,7 @@ def _report(data: Mapping[str, Any]) -> CompileReport:
         chunks=tuple(tuple(chunk) for chunk in data["chunks"]),
         rewrites=tuple(data["rewrites"]),
         fused_collectives=tuple(data["fused_collectives"]),
+        epilogues=tuple(data["epilogues"]),
         model_flops=data["model_flops"],
         search_cost=data["search_cost"],
         schedule=ScheduleReport(
