@@ -230,7 +230,7 @@ def another_graph(folder: Path) -> None:
         (lambda folder: (folder / "program.json").unlink(), "holds no program"),
         (lambda folder: (folder / "program.json").write_text("[1"), "cannot be read"),
         (lambda folder: (folder / "program.json").write_text("[1]"), "does not describe a program"),
-        (edit(lambda data: data.update(version=99)), "is of version 99; this MSC reads version 3"),
+        (edit(lambda data: data.update(version=99)), "is of version 99; this MSC reads version 4"),
         (edit(lambda data: data.update(format="x")), "does not describe a program"),
         (edit(lambda data: data.update(micro_batches=4)), "was changed"),
         (edit(lambda data: data.update(classes=data["classes"][::-1])), "was changed"),
