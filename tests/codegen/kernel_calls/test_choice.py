@@ -232,20 +232,21 @@ print(json.dumps([{row.name: row.faults() for row in rows}, said]))
 
 
 @pytest.mark.parametrize(
-    ("target", "precision", "entries"),
+    ("model", "target", "precision", "entries"),
     [
-        ("sm_90", "bf16-mixed", ["gemm", "attention_forward", "norm_backward", "adam"]),
-        pytest.param("sm_90", "bf16-mixed", [], marks=LONG),
-        pytest.param("sm_80", "bf16-mixed", [], marks=LONG),
-        pytest.param("sm_90", "float32", [], marks=LONG),
+        ("GPT", "sm_90", "bf16-mixed", ["gemm", "attention_forward", "norm_backward", "adam"]),
+        ("Llama", "sm_90", "bf16-mixed", ["gemm", "gate_backward", "norm_forward"]),
+        pytest.param("GPT", "sm_90", "bf16-mixed", [], marks=LONG),
+        pytest.param("GPT", "sm_80", "bf16-mixed", [], marks=LONG),
+        pytest.param("GPT", "sm_90", "float32", [], marks=LONG),
     ],
 )
 def test_the_kernels_of_a_program_compile_for_a_device(
-    target: str, precision: str, entries: list[str]
+    model: str, target: str, precision: str, entries: list[str]
 ) -> None:
     """One of each kind: without a spill, within shared memory, in order (`make kernels`)."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    text = COMPILED.replace("TARGET", target).replace("PRECISION", precision)
+    text = COMPILED.replace("GPT", model).replace("TARGET", target).replace("PRECISION", precision)
     text = text.replace("ENTRIES", repr(entries))
     done = subprocess.run(
         [sys.executable, "-c", text],
