@@ -28,7 +28,7 @@ from msc.codegen.kernels.epilogue import Epilogue
 from msc.codegen.kernels.gather_gemm import GatherGemm
 from msc.codegen.kernels.gemm import Gemm
 from msc.codegen.kernels.launch import bind, function
-from msc.codegen.kernels.tiles import AttentionTiles, attention_tiles, gemm_tiles
+from msc.codegen.kernels.tiles import AttentionTiles, attention_tiles, gated_tiles, gemm_tiles
 
 Values = Mapping[str, Any]
 
@@ -124,6 +124,20 @@ def product_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterat
         run,
         lambda: functional.gelu(linear_float64(a, b) + bias.double(), approximate="tanh"),
         lambda: functional.gelu(functional.linear(a, b, bias), approximate="tanh"),
+    )
+    up, kept = make.normal(size, size, dtype=dtype), (torch.empty_like(a), torch.empty_like(a))
+    epilogue = Epilogue(activation="swiglu", keep=True, apart=True)
+    tiles = tiles if make.device == "cpu" else gated_tiles(target)
+    made = Gemm(size, size, size, "bfloat16", target, tiles, epilogue=epilogue)
+    values = {"a": a, "b": b, "b_up": up, "c": c, "kept": kept[0], "kept_up": kept[1]}
+    yield Case(
+        "kernel gemm + swiglu, two weights",
+        gives(launcher(gemm.emit(made), values), c),
+        lambda: functional.silu(linear_float64(a, b)) * linear_float64(a, up),
+        lambda: functional.silu(functional.linear(a, b)) * functional.linear(a, up),
+        2 * flops,
+        "TFLOP/s",
+        dtype,
     )
 
 

@@ -21,10 +21,11 @@ from benchmarks.gpu_references import (
     nll_grad_float64,
 )
 from msc.codegen.kernel_calls.optimizer import adam
-from msc.codegen.kernels import cross_entropy, dropout, linear_cross_entropy, norm
+from msc.codegen.kernels import cross_entropy, dropout, gate, linear_cross_entropy, norm
 from msc.codegen.kernels.cross_entropy import CrossEntropy
 from msc.codegen.kernels.description import Target
 from msc.codegen.kernels.dropout import Dropout
+from msc.codegen.kernels.gate import Gate
 from msc.codegen.kernels.linear_cross_entropy import LinearCrossEntropy
 from msc.codegen.kernels.norm import Norm
 from msc.ir.ops.random import flat_indices
@@ -66,6 +67,7 @@ def row_kernel_cases(make: Make, sizes: Sizes, dtype: torch.dtype) -> Iterator[C
         None,
         4 * moved,
     )
+    yield from _gate_cases(x, other, gy, target, case)
     yield from _loss_cases(make, sizes, target, case)
     key = OPS.rng_key(torch.tensor([5, 7]), 3).view(1).to(make.device)
     places, _ = flat_indices([None, None], [rows, width], torch.device(make.device))
@@ -89,6 +91,38 @@ def _rms_gradient_float64(
         y = functional.rms_norm(leaf, (x.shape[1],), weight.double(), eps)
         gradient = torch.autograd.grad(y, leaf, gy.double())[0]
     return gradient + g_summed.double()
+
+
+def _gate_cases(
+    x: Tensor, up: Tensor, gy: Tensor, target: Target, case: Callable[..., Case]
+) -> Iterator[Case]:
+    """A gate with SiLU, beside torch's two ops forward and what autograd runs backward."""
+    rows, width = x.shape
+    own = Gate(rows, width, "silu", "bfloat16", target)
+    y, d_gate, d_up = (torch.empty_like(x) for _ in range(3))
+    given = {"gate": x, "up": up, "gate_row": width, "up_row": width}
+    yield case(
+        "kernel gate",
+        gives(launcher(gate.emit_forward(own), given | {"y": y}), y),
+        lambda: functional.silu(x.double()) * up.double(),
+        lambda: functional.silu(x) * up,
+        3.0 * x.nbytes,
+    )
+    given |= {"gy": gy, "d_gate": d_gate, "d_up": d_up}
+    yield case(
+        "kernel gate backward",
+        gives(launcher(gate.emit_backward(own), given), d_gate, d_up),
+        functools.partial(_gate_gradient_float64, gy, x, up),
+        functools.partial(OPS.gated_backward, gy, x, up, "silu"),
+        5.0 * x.nbytes,
+    )
+
+
+def _gate_gradient_float64(gy: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
+    wide = gate.double()
+    below = torch.sigmoid(wide)
+    slope = below * (1 + wide * (1 - below))
+    return [gy.double() * up.double() * slope, gy.double() * wide * below]
 
 
 def _loss_cases(

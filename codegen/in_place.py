@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, fx
 
 from msc.ir.communication import STARTS, WAITS
+from msc.ir.ops.gate import GATED_BACKWARD, gated_backward_
 from msc.ir.ops.library import KERNELS
 from msc.ir.ops.linear import LINEAR_DGRAD, add_linear_dgrad_
+from msc.ir.ops.norm_sum import ADD_LAYER_NORM, ADD_RMS_NORM, add_layer_norm_, add_rms_norm_
 
 _aten = torch.ops.aten
 
@@ -66,8 +68,14 @@ _FORMS: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {
     _aten.gelu_backward.default: (_over_gradient(_aten.gelu_backward.grad_input), (0,)),
     _aten.silu_backward.default: (_over_gradient(_aten.silu_backward.grad_input), (0,)),
     LINEAR_DGRAD: (add_linear_dgrad_, (3,)),
+    GATED_BACKWARD: (gated_backward_, (0,)),
+    ADD_LAYER_NORM: (add_layer_norm_, (0, 1)),
+    ADD_RMS_NORM: (add_rms_norm_, (0, 1)),
 }
-"""The form of an op that overwrites its first operand, and which operands may stand there."""
+"""The form of an op that overwrites its first operand, and which operands may stand there.
+
+Of several results it is the first that lies over the operand.
+"""
 
 
 @dataclass(eq=False)
@@ -110,8 +118,9 @@ def in_place_calls(module: fx.GraphModule) -> dict[fx.Node, tuple[Callable[..., 
 
 
 def _alike(left: fx.Node, right: fx.Node) -> bool:
-    """Whether both are tensors of one shape, dtype and layout."""
+    """Whether a value and the (first) result of a node are of one shape, dtype and layout."""
     one, other = left.meta.get("val"), right.meta.get("val")
+    other = other[0] if isinstance(other, tuple) else other
     return (
         isinstance(one, Tensor)
         and isinstance(other, Tensor)

@@ -53,6 +53,8 @@ class CompileReport:
     fused_collectives: each collective beside a GEMM: that it was fused, or why it was left alone.
     fused_losses: with fuse_loss, each cross entropy: that it is one op with its linear layer, or
         why it is not.
+    epilogues: the same of each sum beside a norm, and of each activation, gate and residual sum
+        behind a linear.
     model_flops: of the GEMMs of a step on one device: the forward, and twice that for the backward
         (Narayanan et al., SC 2021).
     schedule: what was chosen, and what it costs; chunk_stages: the pipeline stage of each chunk.
@@ -73,6 +75,7 @@ class CompileReport:
     rewrites: tuple[str, ...] = ()
     fused_collectives: tuple[str, ...] = ()
     fused_losses: tuple[str, ...] = ()
+    epilogues: tuple[str, ...] = ()
     model_flops: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -89,6 +92,7 @@ class CompileReport:
             "rewrites": list(self.rewrites),
             "fused_collectives": list(self.fused_collectives),
             "fused_losses": list(self.fused_losses),
+            "epilogues": list(self.epilogues),
             "model_flops": self.model_flops,
             "schedule": {
                 **asdict(self.schedule),
@@ -120,6 +124,7 @@ def make_report(unit: Compilation, capture_seconds: float, notes: list[str]) -> 
         rewrites=tuple(map(str, unit.findings)),
         fused_collectives=tuple(map(str, unit.fusions)),
         fused_losses=tuple(map(str, unit.heads)),
+        epilogues=tuple(map(str, (*unit.norm_sums, *unit.epilogues))),
         model_flops=_model_flops(unit),
         schedule=_schedule(unit.schedule),
         chunk_stages=tuple(chunk.stage for chunk in unit.variants[0].chunks),

@@ -303,6 +303,7 @@ def _report(data: Mapping[str, Any]) -> CompileReport:
         rewrites=tuple(data["rewrites"]),
         fused_collectives=tuple(data["fused_collectives"]),
         fused_losses=tuple(data["fused_losses"]),
+        epilogues=tuple(data["epilogues"]),
         model_flops=data["model_flops"],
         search_cost=data["search_cost"],
         schedule=ScheduleReport(

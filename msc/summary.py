@@ -136,6 +136,7 @@ def print_compile(program: Program, dump: Path | None) -> None:
     )
     _print_lines(console, "fused collectives", _fusions(report.fused_collectives))
     _print_lines(console, "fused losses", _fusions(report.fused_losses))
+    _print_lines(console, "epilogues", _fusions(report.epilogues))
     _print_lines(console, "fallbacks", report.fallbacks)
     _print_lines(console, "notes", report.notes)
     if dump is not None:

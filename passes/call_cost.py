@@ -7,7 +7,7 @@ from torch import fx
 from msc.cost import call_flops, window_of
 from msc.cost.flops import is_gemm, nbytes
 from msc.cost.fused import fused_call
-from msc.cost.roofline import op_work
+from msc.cost.node_work import node_work
 from msc.ir.communication import COLLECTIVES, FUSED, WAITS, group_of
 from msc.ir.torch_private import storage_key
 from msc.ir.values import operand_nodes, tensors_of
@@ -29,7 +29,7 @@ def call_cost(node: fx.Node, settings: Settings) -> float:
         return settings.cost.collective(COLLECTIVES[node.target], payload, size)
     cluster = settings.cost.cluster
     if cluster is not None:  # as the simulator has it, with what a launch takes
-        return op_work(node.target, operands, results, window_of(node)).seconds(cluster)
+        return node_work(node).seconds(cluster)
     gemm = is_gemm(node.target)
     flops = call_flops(node.target, operands, results, window_of(node)) if gemm else 0
     return settings.cost.compute(flops, sum(map(nbytes, (*operands, *results))))

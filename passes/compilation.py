@@ -188,6 +188,8 @@ class Compilation(Unit):
         self.findings: list[Finding] = []
         self.fusions: list[Finding] = []
         self.heads: list[Finding] = []
+        self.epilogues: list[Finding] = []
+        self.norm_sums: list[Finding] = []
         self.stages_of = {}
         self.input_shapes = {}
         self.data_shards = {}

@@ -58,6 +58,13 @@ class Differentiated:
     gradients: tuple[int, ...]
     halves: Halves | None = None
 
+    @property
+    def graphs(self) -> list[fx.GraphModule]:
+        """Those that run."""
+        split = self.halves
+        backward = [self.backward] if split is None else [split.inputs, split.weights]
+        return [gm for gm in (self.forward, *backward) if gm is not None]
+
 
 def differentiate(gm: fx.GraphModule, fake_mode: Any, with_backward: bool = True) -> Differentiated:
     """Differentiate a rank-local block graph with respect to its differentiable placeholders."""

@@ -17,13 +17,16 @@ from msc.passes.differentiate import Differentiated, differentiate
 from msc.passes.fit_schedule import FitSchedule
 from msc.passes.fuse_bias import FuseBias
 from msc.passes.fuse_collectives.apply import FuseCollectives
+from msc.passes.fuse_epilogue.apply import FuseEpilogue
 from msc.passes.fuse_loss.apply import FuseLoss
+from msc.passes.fuse_norm_sums import FuseNormSums
 from msc.passes.fuse_sums import FuseSums
 from msc.passes.merge_branches import MergeBranches
 from msc.passes.normalize import NORMALIZE
 from msc.passes.overlap import Overlap
 from msc.passes.overlap_borders import OverlapBorders
 from msc.passes.place import Place
+from msc.passes.raise_gate import RaiseGate
 from msc.passes.raise_rms_norm import RaiseRMSNorm
 from msc.passes.rank_graph import build_rank_graph
 from msc.passes.recompute.apply import Recompute
@@ -139,6 +142,8 @@ _RANK_GRAPHS = (
 _FINISH = (
     SplitBackward(),  # as the schedule says; after recomputation, which changes the backward
     FuseCollectives(),  # when no graph is cut any more, and before what is left is overlapped
+    FuseNormSums(),  # before the next, which takes what sums are left
+    FuseEpilogue(),  # of products that no collective took; moves them, hence before overlap
     Overlap(),  # after all that changes a block's work
     BuildChunks(),
     OverlapBorders(),  # on chunks, which say which block follows which
@@ -152,6 +157,7 @@ TRAIN = Pipeline(
         ApplyRewrites(),  # on one device's view of the model, before its layers are deduplicated
         MergeBranches(),  # after the rewrites, which make such branches
         RaiseRMSNorm(),  # after the rewrites, which find norms as models write them
+        RaiseGate(),
         Cut(),  # first, so that everything after it is done once for each distinct block
         ShardBatch(),  # forced, hence before the search, which then sees local sizes
         Place(),

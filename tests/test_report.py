@@ -112,6 +112,7 @@ def test_json_is_plain_and_holds_no_times() -> None:
         "chunks",
         "collectives",
         "distinct_blocks",
+        "epilogues",
         "fallbacks",
         "fused_collectives",
         "fused_losses",
@@ -135,8 +136,8 @@ def test_json_is_plain_and_holds_no_times() -> None:
 def test_seconds_are_those_of_capture_and_of_every_pass() -> None:
     found = report("tp=2").cpu_seconds
     assert found["capture"] == 0.5
-    names = ["capture", "rewrite", "merge-branches", "raise-rms-norm", "cut"]
-    assert list(found)[:5] == names
+    names = ["capture", "rewrite", "merge-branches", "raise-rms-norm", "raise-gate", "cut"]
+    assert list(found)[:6] == names
     assert all(seconds >= 0 for seconds in found.values())
 
 

@@ -22,6 +22,7 @@ from msc.codegen.kernel_calls.call import KernelCall, Plan
 from msc.codegen.kernel_calls.cross_entropy import nll_terms, nll_terms_backward
 from msc.codegen.kernel_calls.device import Kernels, kernels_on
 from msc.codegen.kernel_calls.dropout import dropout
+from msc.codegen.kernel_calls.epilogue import linear_epilogue
 from msc.codegen.kernel_calls.fused_collectives import (
     FusedCall,
     GatherPlan,
@@ -29,29 +30,49 @@ from msc.codegen.kernel_calls.fused_collectives import (
     gather_plan,
     scatter_plan,
 )
+from msc.codegen.kernel_calls.gate import (
+    gated,
+    gated_backward,
+    linear_gated,
+    linear_then_gate,
+)
 from msc.codegen.kernel_calls.linear import linear, linear_dgrad, linear_wgrad
 from msc.codegen.kernel_calls.linear_cross_entropy import (
     linear_nll_terms,
     linear_nll_terms_backward,
 )
 from msc.codegen.kernel_calls.norm import (
+    add_layer_norm,
+    add_rms_norm,
     layer_norm,
     layer_norm_backward,
+    layer_norm_backward_add,
     rms_norm,
     rms_norm_backward,
+    rms_norm_backward_add,
 )
 from msc.codegen.kernel_calls.optimizer import adam, lamb, lamb_sums
 from msc.codegen.kernels.description import Kernel, Target, Tiles
+from msc.codegen.kernels.tiles import product_space
+from msc.cost.epilogue import IN_KERNEL
 from msc.cost.measurements import ATEN, Measurements
 from msc.ir import actions
 from msc.ir.communication import graphs_below
 from msc.ir.errors import PlanError
 from msc.ir.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from msc.ir.ops.epilogue import LINEAR_EPILOGUE
 from msc.ir.ops.fused_collectives import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from msc.ir.ops.gate import GATED, GATED_BACKWARD, LINEAR_GATED
 from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from msc.ir.ops.linear_loss import LINEAR_NLL_TERMS, LINEAR_NLL_TERMS_BACKWARD
 from msc.ir.ops.loss import NLL_TERMS, NLL_TERMS_BACKWARD
 from msc.ir.ops.norm import RMS_NORM, RMS_NORM_BACKWARD
+from msc.ir.ops.norm_sum import (
+    ADD_LAYER_NORM,
+    ADD_RMS_NORM,
+    LAYER_NORM_BACKWARD_ADD,
+    RMS_NORM_BACKWARD_ADD,
+)
 from msc.ir.ops.random import DROPOUT
 
 aten = torch.ops.aten
@@ -63,12 +84,15 @@ class OpKernels:
 
     maker: `maker(target, *args, **kwargs)` says how they compute a call, or raises `PlanError` with
     the reason why not. why: what they are better at. library: why the library of CUDA is preferred
-    to them, where it is. tiled: its maker takes `tiles`, of `product_space`.
+    to them, where it is, unless the cluster file says otherwise (`IN_KERNEL`). beside: the maker
+    of what then runs beside the library, if anything does. tiled: its maker takes `tiles`, of
+    `product_space`.
     """
 
     maker: Callable[..., Plan]
     why: str
     library: str = ""
+    beside: Callable[..., Plan] | None = None
     tiled: bool = False
 
 
@@ -76,8 +100,15 @@ _PRODUCT = (
     "bias and sum in the product's own pass",
     "cuBLAS adds bias and sum in its own call, and no kernel has been seen to beat it",
 )
+_EPILOGUE = (
+    "what follows the product is done before its tiles leave the processor",
+    "cuBLAS, then a pass over memory: no cluster file says that this pass costs more than what a "
+    "kernel's product is slower",
+)
+_GATE = "one pass over memory"
 _ATTENTION = "the scores are never in memory"
 _NORM = "statistics and result in one pass over the rows"
+_NORM_SUM = "sum, statistics and result in one pass over the rows"
 _LOSS = "no exponentials in memory"
 _HEAD = "no logits in memory, and the gradients of a part at a time"
 _STEP = "all tensors in one launch; gradients are scaled and cast as they are read"
@@ -86,12 +117,20 @@ OPS: dict[Any, OpKernels] = {
     LINEAR: OpKernels(linear, *_PRODUCT, tiled=True),
     LINEAR_DGRAD: OpKernels(linear_dgrad, *_PRODUCT, tiled=True),
     LINEAR_WGRAD: OpKernels(linear_wgrad, *_PRODUCT, tiled=True),
+    LINEAR_EPILOGUE: OpKernels(linear_epilogue, *_EPILOGUE, tiled=True),
+    LINEAR_GATED: OpKernels(linear_gated, *_EPILOGUE, linear_then_gate, tiled=True),
+    GATED: OpKernels(gated, _GATE),
+    GATED_BACKWARD: OpKernels(gated_backward, _GATE),
     ATTENTION: OpKernels(attention, _ATTENTION),
     ATTENTION_BACKWARD: OpKernels(attention_backward, _ATTENTION),
     aten.native_layer_norm.default: OpKernels(layer_norm, _NORM),
     aten.native_layer_norm_backward.default: OpKernels(layer_norm_backward, _NORM),
     RMS_NORM: OpKernels(rms_norm, _NORM),
     RMS_NORM_BACKWARD: OpKernels(rms_norm_backward, _NORM),
+    ADD_LAYER_NORM: OpKernels(add_layer_norm, _NORM_SUM),
+    LAYER_NORM_BACKWARD_ADD: OpKernels(layer_norm_backward_add, _NORM_SUM),
+    ADD_RMS_NORM: OpKernels(add_rms_norm, _NORM_SUM),
+    RMS_NORM_BACKWARD_ADD: OpKernels(rms_norm_backward_add, _NORM_SUM),
     NLL_TERMS: OpKernels(nll_terms, _LOSS),
     NLL_TERMS_BACKWARD: OpKernels(nll_terms_backward, _LOSS),
     LINEAR_NLL_TERMS: OpKernels(linear_nll_terms, _HEAD),
@@ -225,7 +264,7 @@ class KernelChoice:
         if node.op != "call_function" or not known or self.kernels.target is None:
             return None
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-        key = (node.target, _described((args, kwargs)))
+        key = (node.target, _described((args, kwargs)), _is_marked(node))
         if key not in self._entries:
             self._entries[key] = self._made(node, args, kwargs)
         entry = self._entries[key]
@@ -240,18 +279,20 @@ class KernelChoice:
         where = f" in {path}" if path else ""
         if target in FUSED_OPS:
             return self._made_fused(name, where, *FUSED_OPS[target], args)
-        op = OPS[target]
-        way, why = "", op.why
+        op, preferred = OPS[target], _is_marked(node)
         if measured := self._measured_of(node):
             way, why = _fastest(measured)
             if way == ATEN:
                 return _Entry(name, where, None, why, slower=True)
-        elif op.library and not self.kernels.everywhere:
-            return _Entry(name, where, None, op.library)
+        elif op.library and not self.kernels.everywhere and not preferred:
+            way, why = BESIDE, op.library
+            if op.beside is None:
+                return _Entry(name, where, None, why)
+        else:
+            way, why = TRITON, op.why + "; by the cluster file it pays" * preferred
         try:
-            tiles = tiles_of(way) if measured else None
             assert self.kernels.target is not None
-            plan = make_plan(self.kernels.target, node.target, args, kwargs, tiles)
+            plan = make_plan(self.kernels.target, target, way, args, kwargs)
         except PlanError as error:
             return _Entry(name, where, None, str(error))
         call = KernelCall(name, where, plan, _not_taken if acts else function_of(target))
@@ -281,26 +322,34 @@ class KernelChoice:
         return measured.of(node)
 
 
-def make_plan(
-    target: Target, op: Any, args: Any, kwargs: Mapping[str, Any], tiles: Tiles | None = None
-) -> Plan:
-    """How kernels compute a call of `op`, a key of `OPS`; `PlanError` where they do not."""
-    cut = {} if tiles is None else {"tiles": tiles}
-    return OPS[op].maker(target, *args, **kwargs, **cut)
+def make_plan(target: Target, op: Any, way: str, args: Any, kwargs: Mapping[str, Any]) -> Plan:
+    """How a call of `op`, a key of `OPS`, is computed in a way of `ways_of`.
+
+    `PlanError` where there is no such way for these operands.
+    """
+    known = OPS[op]
+    if way == BESIDE and known.beside is not None:
+        return known.beside(target, *args, **kwargs)
+    tiles = _tiles_of(way)
+    return known.maker(target, *args, **kwargs, **({} if tiles is None else {"tiles": tiles}))
 
 
-_TRITON = "Triton"
+TRITON = "Triton"
+"""The way of a call in kernels; with tiles behind it, in these."""
+BESIDE = "ATen and Triton"
+"""The way of a call whose product is the library's, and what follows it a kernel's."""
 
 
-def way_of(tiles: Tiles | None) -> str:
-    """What a call in kernels is called among the ways that were measured."""
-    return _TRITON if tiles is None else f"{_TRITON} {tiles}"
+def ways_of(target: Target, op: Any) -> list[str]:
+    """The ways in kernels that there may be for a call of `op`."""
+    known = OPS[op]
+    tiled = [f"{TRITON} {tiles}" for tiles in product_space(target)] if known.tiled else [TRITON]
+    return tiled + [BESIDE] * (known.beside is not None)
 
 
-def tiles_of(way: str) -> Tiles | None:
-    """The tiles of a way in kernels; `PlanError` if it names none."""
+def _tiles_of(way: str) -> Tiles | None:
     try:
-        return None if way == _TRITON else Tiles.parse(way.removeprefix(f"{_TRITON} "))
+        return None if way == TRITON else Tiles.parse(way.removeprefix(f"{TRITON} "))
     except ValueError as error:
         raise PlanError(f"It was measured as '{way}': {error}") from error
 
@@ -318,6 +367,11 @@ def _fastest(measured: Mapping[str, float]) -> tuple[str, str]:
 
 def _us(seconds: float) -> str:
     return f"{1e6 * seconds:,.1f} us"
+
+
+def _is_marked(node: fx.Node) -> bool:
+    """Whether its kernels are worth it by the cluster file."""
+    return bool(node.meta.get("marks", {}).get(IN_KERNEL))
 
 
 def _not_taken(*args: Any, **kwargs: Any) -> None:

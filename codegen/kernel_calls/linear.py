@@ -30,7 +30,7 @@ def linear(
     n = w.numel() // max(1, k)
     layout = "kn" if transposed else "nk"
     size = (x.numel() // max(1, k), n, k)
-    kernel = _product(target, dtype, size, "mk", layout, tiles, bias=b is not None)
+    kernel = product(target, dtype, size, "mk", layout, tiles, bias=b is not None)
 
     def run(
         x: Tensor, w: Tensor, b: Tensor | None = None, transposed: bool = False
@@ -59,7 +59,7 @@ def linear_dgrad(
     k = w.numel() // max(1, n)
     layout = "nk" if transposed else "kn"
     size = (gy.numel() // max(1, n), k, n)
-    kernel = _product(target, dtype, size, "mk", layout, tiles, residual=sum_with is not None)
+    kernel = product(target, dtype, size, "mk", layout, tiles, residual=sum_with is not None)
 
     def run(
         gy: Tensor, w: Tensor, transposed: bool = False, sum_with: Tensor | None = None
@@ -89,7 +89,7 @@ def linear_wgrad(
     dtype = one_dtype("linear_wgrad", gy, x)
     n, k = gy.shape[-1], x.shape[-1]
     m, other = (k, n) if transposed else (n, k)
-    kernel = _product(target, dtype, (m, other, gy.numel() // max(1, n)), "km", "kn", tiles)
+    kernel = product(target, dtype, (m, other, gy.numel() // max(1, n)), "km", "kn", tiles)
 
     def run(gy: Tensor, x: Tensor, transposed: bool = False) -> tuple[Launches, Tensor]:
         gw = gy.new_empty((m, other))
@@ -99,15 +99,16 @@ def linear_wgrad(
     return Plan((kernel,), run)
 
 
-def _product(
+def product(
     target: Target,
     dtype: str,
     size: tuple[int, int, int],
     a_layout: str,
     b_layout: str,
-    tiles: Tiles | None,
+    tiles: Tiles | None = None,
     **epilogue: Any,
 ) -> Kernel:
+    """The kernel of a product [m, n] over k; epilogue: the fields of an `Epilogue`."""
     m, n, k = size
     if not m * n * k:
         raise PlanError(f"linear: a product of {m} by {n} over {k} is empty")

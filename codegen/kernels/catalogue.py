@@ -7,7 +7,7 @@ spills, within shared memory, on Hopper with wgmma. Which are fast only a device
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msc.codegen.kernels import (
     attention_backward,
@@ -15,6 +15,7 @@ from msc.codegen.kernels import (
     column_sums,
     cross_entropy,
     dropout,
+    gate,
     gather_gemm,
     gather_weight_gradient,
     gemm,
@@ -28,6 +29,7 @@ from msc.codegen.kernels.cross_entropy import CrossEntropy
 from msc.codegen.kernels.description import Kernel, Target, Tiles, ceil_div
 from msc.codegen.kernels.dropout import Dropout
 from msc.codegen.kernels.epilogue import Epilogue
+from msc.codegen.kernels.gate import Gate
 from msc.codegen.kernels.gather_gemm import GatherGemm
 from msc.codegen.kernels.gather_weight_gradient import GatherWeightGradient
 from msc.codegen.kernels.gemm import Gemm
@@ -103,6 +105,9 @@ def products(model: Model, target: Target) -> Iterator[Kernel]:
     activation, tiles = _activation(model, target)
     yield gemm.emit(Gemm(TOKENS, wide, hidden, DTYPE, target, plain))
     yield gemm.emit(Gemm(TOKENS, wide, hidden, DTYPE, target, tiles, epilogue=activation))
+    if model.gated:
+        apart = replace(activation, apart=True)
+        yield gemm.emit(Gemm(TOKENS, wide, hidden, DTYPE, target, tiles, epilogue=apart))
     residual = Epilogue(bias=True, residual=True)
     tiles = epilogue_tiles(target)
     yield gemm.emit(Gemm(TOKENS, hidden, wide, DTYPE, target, tiles, epilogue=residual))
@@ -177,7 +182,7 @@ def attentions(model: Model, target: Target) -> Iterator[Kernel]:
 
 
 def row_kernels(model: Model, target: Target) -> Iterator[Kernel]:
-    """Norms, cross entropy (alone and with the head before it) and dropout."""
+    """Norms, gates, cross entropy (alone and with the head before it) and dropout."""
     for residual in (False, True):
         own = Norm(model.norm, TOKENS, model.hidden, DTYPE, target, residual=residual)
         yield norm.emit_forward(own)
@@ -189,6 +194,10 @@ def row_kernels(model: Model, target: Target) -> Iterator[Kernel]:
     yield cross_entropy.emit_terms(loss)
     yield cross_entropy.emit_gradient(loss)
     yield from heads(model, loss.width, target)
+    if model.gated:
+        own_gate = Gate(TOKENS, model.wide // TP, "silu", DTYPE, target)
+        yield gate.emit_forward(own_gate)
+        yield gate.emit_backward(own_gate)
     for whole in (True, False):
         yield dropout.emit(Dropout(TOKENS, model.hidden, 0.1, DTYPE, target, whole))
 

@@ -2,8 +2,9 @@
 
     y = activation(x @ w.T + bias) + residual
 
-"swiglu" multiplies two products: `silu(x @ gate.T) * (x @ up.T)`, where gate and up are the two
-halves of one weight's rows (Shazeer, "GLU variants improve transformer", 2020).
+"swiglu" and its kin multiply two products: `silu(x @ gate.T) * (x @ up.T)`, where gate and up are
+the two halves of one weight's rows, or two weights (Shazeer, "GLU variants improve transformer",
+2020).
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from msc.codegen.kernels.description import Argument, Tiles
 from msc.codegen.kernels.product import Span
 from msc.ir.errors import PlanError
 
-ACTIVATIONS = ("", "gelu", "gelu_tanh", "swiglu")
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+"""What is applied to the first of two products, by the name of the activation of both."""
+
+ACTIVATIONS = ("", *GATED.values(), *GATED)
 
 
 @dataclass(frozen=True)
@@ -22,35 +26,47 @@ class Epilogue:
     """bias: one number per column. residual: a tensor of the result's shape.
 
     keep: also store the value before the activation, which its backward reads (for "swiglu" both
-    products, side by side).
+    products, side by side). apart: gate and up are two weights, and what is kept two tensors.
     """
 
     bias: bool = False
     activation: str = ""
     residual: bool = False
     keep: bool = False
+    apart: bool = False
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise PlanError(f"no activation {self.activation!r} in an epilogue; {ACTIVATIONS[1:]}")
-        if self.activation == "swiglu" and self.bias:
-            raise PlanError("an epilogue with swiglu has no bias: neither Llama nor PaLM has one")
+        if self.gated and self.bias:
+            raise PlanError(
+                f"an epilogue with {self.activation} has no bias: neither Llama nor PaLM has one"
+            )
+        if self.apart and not self.gated:
+            raise PlanError("an epilogue has two weights only where one gates the other")
         if self.keep and not self.activation:
             raise PlanError("an epilogue keeps what its activation reads, and it has none")
 
     def arguments(self, dtype: str) -> tuple[Argument, ...]:
         """The tensors that it reads and writes besides the result."""
         names = [(self.bias, "bias"), (self.residual, "residual"), (self.keep, "kept")]
+        names.append((self.keep and self.apart, "kept_up"))
         return tuple(Argument(name, "pointer", dtype) for wanted, name in names if wanted)
+
+    @property
+    def gated(self) -> bool:
+        """Whether two products are multiplied."""
+        return self.activation in GATED
 
     @property
     def accumulators(self) -> tuple[str, ...]:
         """The products it reads."""
-        return ("acc", "acc_up") if self.activation == "swiglu" else ("acc",)
+        return ("acc", "acc_up") if self.gated else ("acc",)
 
     def right_columns(self, columns: Span) -> tuple[Span, ...]:
         """The columns of the right factor that each product reads: the gate's, then those of up."""
-        up = Span(f"N + {columns.start}", "2 * N", columns.exact)
+        below = Span(f"N + {columns.start}", "2 * N", columns.exact)
+        up = columns if self.apart else below
         return (columns, up)[: len(self.accumulators)]
 
     @property
@@ -61,6 +77,7 @@ class Epilogue:
             self.activation,
             "residual" * self.residual,
             "keep" * self.keep,
+            "apart" * self.apart,
         )
         return "".join(f"_{part}" for part in parts if part)
 
@@ -151,8 +168,11 @@ def _one_part(
 
 def _keep(epilogue: Epilogue, store: Store, values: list[str], masked: str) -> list[str]:
     dtype = f"tl.{store.dtype}"
-    if epilogue.activation != "swiglu":
-        return [f"tl.store(kept + at, {values[0]}.to({dtype}){masked})"]
+    first = f"tl.store(kept + at, {values[0]}.to({dtype}){masked})"
+    if not epilogue.gated:
+        return [first]
+    if epilogue.apart:
+        return [first, f"tl.store(kept_up + at, {values[1]}.to({dtype}){masked})"]
     twice = f"2 * {store.width}"
     return [
         f"kept_at = out_rows[:, None]{store.wide} * ({twice}) + out_columns[None, :]",
@@ -162,13 +182,21 @@ def _keep(epilogue: Epilogue, store: Store, values: list[str], masked: str) -> l
 
 
 def _activation(name: str, values: list[str]) -> list[str]:
+    if not name:
+        return []
     value = values[0]
+    gate = f" * {values[1]}" if name in GATED else ""
+    return [f"{value} = {activated(GATED.get(name, name), value)}{gate}"]
+
+
+def activated(name: str, value: str) -> str:
+    """The text of an activation of float32 values; it may stand before a product."""
+    if name == "relu":  # a comparison that leaves NaN what it is
+        return f"tl.where({value} < 0.0, 0.0, {value})"
     if name == "gelu":
-        return [f"{value} = 0.5 * {value} * (1.0 + tl.erf({value} * {2**-0.5!r}))"]
+        return f"0.5 * {value} * (1.0 + tl.erf({value} * {2**-0.5!r}))"
     if name == "gelu_tanh":
         # tanh(z) = 2 sigmoid(2 z) - 1, and sqrt(2 / pi) = 0.79788...
         cubed = f"{value} + 0.044715 * {value} * {value} * {value}"
-        return [f"{value} = {value} * tl.sigmoid(1.5957691216057308 * ({cubed}))"]
-    if name == "swiglu":
-        return [f"{value} = {value} * tl.sigmoid({value}) * {values[1]}"]
-    return []
+        return f"{value} * tl.sigmoid(1.5957691216057308 * ({cubed}))"
+    return f"{value} * tl.sigmoid({value})"

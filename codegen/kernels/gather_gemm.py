@@ -71,8 +71,11 @@ class GatherGemm:
         check_dtype("all-gather + linear", self.dtype)
         if not self.widths:
             raise PlanError("all-gather + linear without a product")
-        if len(self.widths) > 1 and self.epilogue.activation == "swiglu":
-            raise PlanError("all-gather + linear: swiglu is of one weight, which holds gate and up")
+        if self.epilogue.gated and (len(self.widths) > 1 or self.epilogue.apart):
+            raise PlanError(
+                f"all-gather + linear: {self.epilogue.activation} is of one weight, which holds "
+                "gate and up"
+            )
 
     @property
     def name(self) -> str:
@@ -157,7 +160,7 @@ def emit(gather: GatherGemm) -> Kernel:
 def _operands(gather: GatherGemm) -> tuple[Operand, Operand, Operand]:
     """The gathered rows, the weight (the widest, of several) and the result."""
     widest = max(gather.widths)
-    stored = 2 * widest if gather.epilogue.activation == "swiglu" else widest
+    stored = 2 * widest if gather.epilogue.gated else widest
     shape = (stored, gather.k) if gather.b_layout == "nk" else (gather.k, stored)
     several = len(gather.widths) > 1
     stride = "width" if several and gather.b_layout == "kn" else ""

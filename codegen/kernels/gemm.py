@@ -6,7 +6,7 @@ tile, so that the epilogue of one tile overlaps with the loads of the next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msc.codegen.kernels import tile_order
 from msc.codegen.kernels.description import Kernel, Target, Tiles, ceil_div, signature
@@ -32,8 +32,9 @@ def gemm($arguments):
 class Gemm:
     """c[m, n] = epilogue(a @ b); a is [m, k] or [k, m], b is [n, k] or [k, n], all contiguous.
 
-    With "swiglu" b has 2 n rows: those of the gate, then those of up. stored: the dtype of c and of
-    what the epilogue reads, "" for that of a and b.
+    With "swiglu" b has 2 n rows: those of the gate, then those of up; or, if the epilogue says that
+    they are apart, b has those of the gate and b_up, alike, those of up. stored: the dtype of c and
+    of what the epilogue reads, "" for that of a and b.
     """
 
     m: int
@@ -70,7 +71,8 @@ def emit(gemm: Gemm) -> Kernel:
     by_descriptor = use_descriptors(target, (a, b, output))
     if by_descriptor:
         a, b = described(a), described(b)
-    product = Product(a, b, gemm.epilogue.accumulators)
+    up = replace(b, name="b_up") if gemm.epilogue.apart else None
+    product = Product(a, b, gemm.epilogue.accumulators, up)
     row_span = Span("row", "M", gemm.m % tiles.m == 0)
     column_span = Span("column", "N", gemm.n % tiles.n == 0)
     right_spans = gemm.epilogue.right_columns(column_span)
@@ -80,6 +82,7 @@ def emit(gemm: Gemm) -> Kernel:
     arguments = (
         a.argument(tiles),
         b.argument(tiles),
+        *([] if up is None else [up.argument(tiles)]),
         store.argument(tiles),
         *gemm.epilogue.arguments(gemm.result),
     )
@@ -119,7 +122,8 @@ def emit(gemm: Gemm) -> Kernel:
 
 def operands(gemm: Gemm) -> tuple[Operand, Operand]:
     """Both factors, with the shapes that their layouts give."""
-    b_rows = 2 * gemm.n if gemm.epilogue.activation == "swiglu" else gemm.n
+    halves = gemm.epilogue.gated and not gemm.epilogue.apart
+    b_rows = 2 * gemm.n if halves else gemm.n
     a_shape = (gemm.m, gemm.k) if gemm.a_layout == "mk" else (gemm.k, gemm.m)
     b_shape = (b_rows, gemm.k) if gemm.b_layout == "nk" else (gemm.k, b_rows)
     a = Operand("a", gemm.a_layout, a_shape, gemm.dtype)

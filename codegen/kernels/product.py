@@ -84,12 +84,14 @@ class Span:
 class Product:
     """How the text of a tile is made; with two accumulators, of two runs of the right's columns.
 
-    The sums are float32.
+    second: the right factor of the second accumulator, where it is another one. The sums are
+    float32.
     """
 
     left: Operand
     right: Operand
     accumulators: tuple[str, ...] = ("acc",)
+    second: Operand | None = None
 
     def zeros(self) -> str:
         """The accumulators before the first step."""
@@ -105,9 +107,10 @@ class Product:
             setup += ["steps = tl.arange(0, BK)", f"depth = {depth.start} + steps"]
         x = _Reader(self.left, "left", "rows", rows, depth)
         numbers = ("",) if len(columns) == 1 else ("_0", "_1")
+        rights = (self.right, self.second or self.right)[: len(columns)]
         ys = [
-            _Reader(self.right, f"right{number}", f"columns{number}", span, depth)
-            for number, span in zip(numbers, columns, strict=True)
+            _Reader(operand, f"right{number}", f"columns{number}", span, depth)
+            for operand, number, span in zip(rights, numbers, columns, strict=True)
         ]
         for reader in (x, *ys):
             setup += reader.setup

@@ -74,7 +74,7 @@ def product_tiles(
         return Tiles(m, n, k)
     if not on_tensor_cores(dtype):
         return Tiles(64, 64, 32, warps=8, stages=3)
-    if epilogue.activation == "swiglu":
+    if epilogue.gated:
         return gated_tiles(target)
     return gemm_tiles(target) if epilogue == Epilogue() else epilogue_tiles(target)
 

@@ -48,7 +48,9 @@ def call_flops(
         return 2 * operands[0].numel() * operands[1].shape[-1]
     if name.startswith("msc.linear_dgrad"):
         return 2 * operands[0].numel() * results[0].shape[-1]
-    if name.startswith("msc.linear.") or target in _MATMULS:
+    if name.startswith("msc.linear_gated."):
+        return 4 * results[0].numel() * operands[0].shape[-1]
+    if name.startswith(("msc.linear.", "msc.linear_epilogue.")) or target in _MATMULS:
         left = operands[1] if "addmm" in name else operands[0]
         return 2 * results[0].numel() * left.shape[-1]
     if name.startswith("msc.attention"):

@@ -32,23 +32,30 @@ _READS_SOME = {
 class Work:
     """What a call does: FLOPs on the matrix units in `dtype`, and bytes moved.
 
-    `launched` is False for what runs no kernel, such as a view.
+    `launched` is False for what runs no kernel, such as a view. emitted: its GEMM is no library's,
+    and runs at the cluster's `fused_gemm_rate`. passes: bytes of what follows, a launch each.
     """
 
     flops: float = 0.0
     dtype: torch.dtype | None = None
     memory_bytes: float = 0.0
     launched: bool = True
+    emitted: bool = False
+    passes: tuple[float, ...] = ()
 
     def seconds(self, cluster: Cluster) -> float:
         """How long one device takes."""
         if not self.launched:
             return 0.0
+        after = sum(
+            max(cluster.launch_s, moved / cluster.memory_bytes_per_s) for moved in self.passes
+        )
         moving = self.memory_bytes / cluster.memory_bytes_per_s
         if self.dtype is None:
-            return max(cluster.launch_s, moving)
+            return max(cluster.launch_s, moving) + after
         computing = self.flops / (cluster.peak(self.dtype) * cluster.gemm_efficiency)
-        return max(cluster.launch_s, moving, computing)
+        rate = cluster.fused_gemm_rate if self.emitted else 1.0
+        return max(cluster.launch_s, moving, computing / rate) + after
 
 
 NOTHING = Work(launched=False)

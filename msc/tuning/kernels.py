@@ -9,11 +9,10 @@ from torch import fx
 
 from msc.codegen.fast_calls import function_of
 from msc.codegen.kernel_calls.call import KernelCall, Plan
-from msc.codegen.kernel_calls.choice import OPS, make_plan, way_of
+from msc.codegen.kernel_calls.choice import OPS, make_plan, ways_of
 from msc.codegen.kernel_calls.device import Kernels
 from msc.codegen.kernels.ahead_of_time import compile_kernel
-from msc.codegen.kernels.description import Target, Tiles
-from msc.codegen.kernels.tiles import product_space
+from msc.codegen.kernels.description import Target
 from msc.cost.measurements import ATEN, call_text
 from msc.ir import actions
 from msc.ir.communication import FUSED, graphs_below
@@ -48,10 +47,9 @@ def measure_call(
     args, kwargs = operands((node.args, dict(node.kwargs)), device)
     function = function_of(node.target)
     ways: dict[str, Way] = {}
-    for tiles in _candidates(node, kernels.target):
-        way = way_of(tiles)
+    for way in ways_of(kernels.target, node.target):
         try:
-            plan = make_plan(kernels.target, node.target, args, kwargs, tiles)
+            plan = make_plan(kernels.target, node.target, way, args, kwargs)
         except PlanError as error:
             tell(f"{call_text(node)}: no kernels: {error}")
             return {}
@@ -70,10 +68,6 @@ def measure_call(
     ways[ATEN] = lambda: function(*args, **kwargs)
     with torch.no_grad():
         return seconds_of(ways, device)
-
-
-def _candidates(node: fx.Node, target: Target) -> tuple[Tiles | None, ...]:
-    return product_space(target) if OPS[node.target].tiled else (None,)
 
 
 def _faults(plan: Plan, target: Target) -> list[str]:

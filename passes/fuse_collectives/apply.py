@@ -31,7 +31,6 @@ from msc.ir.passes import UnitPass
 from msc.ir.printer import format_graph
 from msc.ir.rewrites import Finding
 from msc.passes.compilation import Compilation, Settings
-from msc.passes.differentiate import Differentiated
 from msc.passes.fuse_collectives.gain import best_form
 from msc.passes.fuse_collectives.places import Place, places
 from msc.passes.fuse_collectives.rewrite import fuse
@@ -58,7 +57,7 @@ class FuseCollectives(UnitPass):
                 alike = _is_alike(unit, stage, name)
                 for variant in unit.variants:
                     only = f" of stage {stage}" if (stage, name) in variant.at_stage else ""
-                    for gm in _graphs(variant.programs(stage, name)):
+                    for gm in variant.programs(stage, name).graphs:
                         if id(gm) not in done:
                             done.add(id(gm))
                             found = _fuse_all(gm, unit.settings, alike, only)
@@ -69,18 +68,12 @@ class FuseCollectives(UnitPass):
         return changes
 
 
-def _graphs(programs: Differentiated) -> list[fx.GraphModule]:
-    halves = programs.halves
-    backward = [programs.backward] if halves is None else [halves.inputs, halves.weights]
-    return [gm for gm in (programs.forward, *backward) if gm is not None]
-
-
 def _is_alike(unit: Compilation, stage: int, name: str) -> bool:
     """Whether all tp ranks run a block by equal graphs, and so choose alike."""
     first, *others = (variant.programs(stage, name) for variant in unit.variants)
     if all(other is first for other in others):
         return True
-    texts = {tuple(map(format_graph, _graphs(each))) for each in (first, *others)}
+    texts = {tuple(map(format_graph, each.graphs)) for each in (first, *others)}
     return len(texts) == 1
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from msc.cost.flops import window_of
-from msc.cost.roofline import NOTHING, Work, op_work, streamed_work
+from msc.cost.node_work import node_work
+from msc.cost.roofline import NOTHING, Work, streamed_work
 from msc.ir import actions
 from msc.ir.errors import VerifyError
 from msc.ir.values import operand_nodes, tensors_of
@@ -46,8 +46,7 @@ def work_of(node: fx.Node) -> Work:
     if node.op != "call_function" or node.target is operator.getitem:
         return NOTHING
     if node.target not in actions.ACTIONS:
-        operands = [tensors[0] for o in operand_nodes(node) if (tensors := tensors_of(o))]
-        return op_work(node.target, operands, tensors_of(node), window_of(node))
+        return node_work(node)
     kind = COSTS.get(node.target)
     if kind is None:
         name = getattr(node.target, "__name__", str(node.target))

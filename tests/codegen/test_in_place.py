@@ -17,6 +17,8 @@ from msc.ir.mesh import Mesh
 from msc.runtime.actions import LocalActions
 from tests.runtime.build import ATEN, C10D, Builder
 
+MSC = torch.ops.msc
+NORM = ([4], None, None, 1e-5)
 RT = LocalActions(Mesh.parse(""), 0)
 
 
@@ -51,6 +53,10 @@ def view(build: Builder, x: fx.Node, *shape: int) -> fx.Node:
         (lambda b, x: b.call(ATEN.gelu_backward.default, x, product(b, x)), None),
         (lambda b, x: b.call(ATEN.add.Tensor, view(b, product(b, x), 4, 4), x), 0),
         (lambda b, x: b.call(ATEN.add.Tensor, view(b, x, 4, 4), 1.0), None),
+        (lambda b, x: b.call(MSC.add_layer_norm.default, x, product(b, x), *NORM), 1),
+        (lambda b, x: b.call(MSC.add_layer_norm.default, x, x, *NORM), None),
+        (lambda b, x: b.call(MSC.gated_backward.default, product(b, x), x, x, "silu"), 0),
+        (lambda b, x: b.call(MSC.gated_backward.default, x, product(b, x), x, "silu"), None),
     ],
 )
 def test_which_operand_is_overwritten(write: Any, operand: int | None) -> None:

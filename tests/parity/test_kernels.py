@@ -97,7 +97,7 @@ def test_a_llama_with_grouped_heads_and_a_sliding_window(entries: set[str]) -> N
     assert any(name.startswith("attention_forward_causal_window4_2x8x2g1x16") for name in names)
     assert any(name.startswith("norm_backward_rms") for name in names)
     checked(mistral(), batch, mesh="tp=2")
-    assert entries == GPT_KERNELS
+    assert entries == GPT_KERNELS | {"gate_backward"}
 
 
 @pytest.mark.parametrize("optimizer", [msc.AdamW(max_norm=1.0), msc.LAMB(max_norm=0.01)])

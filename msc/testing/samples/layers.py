@@ -214,6 +214,12 @@ def _msc_linear(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     return draw.normal([*draw.shape(0, 2), k]), weight, bias, transposed
 
 
+@samples(msc_ops.gated)
+def _gated(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
+    shape = draw.shape(1, 4)
+    return draw.normal(shape), draw.normal(shape), draw.pick(["relu", "gelu", "gelu_tanh", "silu"])
+
+
 @samples(msc_ops.embedding)
 def _msc_embedding(draw: Draw, op: OpOverload) -> tuple[Any, ...]:
     rows, width = draw.length(), draw.length()

@@ -76,6 +76,7 @@ POINTWISE = [
     pointwise(aten.addcmul, linear="self tensor1 | self tensor2"),
     pointwise(aten.addcdiv, linear="self tensor1"),
     pointwise(msc_ops.training_value),
+    pointwise(msc_ops.gated, linear="up"),
     pointwise(aten.lerp.Scalar, linear="self end"),
     pointwise(aten.lerp.Tensor, linear="self end"),
     pointwise(

@@ -71,7 +71,8 @@ def test_each_op_has_its_kernels_or_the_reason_why_not(interpret: None, tmp_path
     assert len(caught) == 1
     found = program.kernels().lines
     assert found[0] == "Triton kernels on interpreter: MSC_TRITON=interpret"
-    assert "msc.linear in up: Triton, gemm_mk_nk_bias_8x32x16_fp32: bias and sum in the" in text
+    fused = "msc.linear_epilogue in up: Triton, gemm_mk_nk_bias_relu_8x32x16_fp32: what follows"
+    assert fused in text
     refused = (
         "msc.linear in down: ATen: gemm: no kernel computes on float64; there are kernels for "
         "bfloat16, float16, float32. ATen's own op takes every dtype."
@@ -131,7 +132,7 @@ def test_a_kernel_that_does_not_compile_falls_back_with_one_warning(
         program.run_virtual(batch)
     failures = [str(each.message) for each in caught if "does not compile" in str(each.message)]
     assert [text.split(" runs without")[0] for text in failures] == [
-        "msc.linear in up",
+        "msc.linear_epilogue in up",
         "msc.linear_dgrad in up",
         "msc.linear_wgrad in up",
     ]
@@ -139,8 +140,9 @@ def test_a_kernel_that_does_not_compile_falls_back_with_one_warning(
     plain, _ = compiled()
     torch.testing.assert_close(found.grads, plain.run_virtual(batch).grads, rtol=1e-5, atol=1e-6)
     monkeypatch.setenv("MSC_TRITON", "interpret")
-    (line,) = [line for line in program.kernels().lines if line.startswith("msc.linear in up")]
-    assert line.startswith("msc.linear in up: ATen: gemm_mk_nk_bias_8x32x16_fp32 does not compile")
+    call_in_up = "msc.linear_epilogue in up: ATen: "
+    (line,) = [line for line in program.kernels().lines if line.startswith(call_in_up)]
+    assert line.startswith(f"{call_in_up}gemm_mk_nk_bias_relu_8x32x16_fp32 does not compile")
 
 
 def test_what_the_flag_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,11 +191,13 @@ def test_on_a_device_the_library_keeps_plain_products(monkeypatch: pytest.Monkey
     program, _ = compiled()
     lines = program.kernels("sm_90").lines
     assert lines[0] == "Triton kernels on sm_90: made for sm_90"
-    (up,) = [line for line in lines if line.startswith("msc.linear in up")]
-    assert up.startswith("msc.linear in up: ATen: cuBLAS adds bias and sum in its own call")
+    (up,) = [line for line in lines if line.startswith("msc.linear_dgrad in up")]
+    assert up.startswith("msc.linear_dgrad in up: ATen: cuBLAS adds bias and sum in its own call")
+    (up,) = [line for line in lines if line.startswith("msc.linear_epilogue in up")]
+    assert up.startswith("msc.linear_epilogue in up: ATen: cuBLAS, then a pass over memory: no")
     assert any("norm_forward" in line for line in lines)
     monkeypatch.setenv("MSC_TRITON", "all")
-    assert any("gemm_mk_nk_bias" in line for line in program.kernels("sm_90").lines)
+    assert any("gemm_mk_nk_bias_relu" in line for line in program.kernels("sm_90").lines)
 
 
 COMPILED = """
@@ -228,20 +232,21 @@ print(json.dumps([{row.name: row.faults() for row in rows}, said]))
 
 
 @pytest.mark.parametrize(
-    ("target", "precision", "entries"),
+    ("model", "target", "precision", "entries"),
     [
-        ("sm_90", "bf16-mixed", ["gemm", "attention_forward", "norm_backward", "adam"]),
-        pytest.param("sm_90", "bf16-mixed", [], marks=LONG),
-        pytest.param("sm_80", "bf16-mixed", [], marks=LONG),
-        pytest.param("sm_90", "float32", [], marks=LONG),
+        ("GPT", "sm_90", "bf16-mixed", ["gemm", "attention_forward", "norm_backward", "adam"]),
+        ("Llama", "sm_90", "bf16-mixed", ["gemm", "gate_backward", "norm_forward"]),
+        pytest.param("GPT", "sm_90", "bf16-mixed", [], marks=LONG),
+        pytest.param("GPT", "sm_80", "bf16-mixed", [], marks=LONG),
+        pytest.param("GPT", "sm_90", "float32", [], marks=LONG),
     ],
 )
 def test_the_kernels_of_a_program_compile_for_a_device(
-    target: str, precision: str, entries: list[str]
+    model: str, target: str, precision: str, entries: list[str]
 ) -> None:
     """One of each kind: without a spill, within shared memory, in order (`make kernels`)."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    text = COMPILED.replace("TARGET", target).replace("PRECISION", precision)
+    text = COMPILED.replace("GPT", model).replace("TARGET", target).replace("PRECISION", precision)
     text = text.replace("ENTRIES", repr(entries))
     done = subprocess.run(
         [sys.executable, "-c", text],

@@ -38,7 +38,8 @@ def check(
     """Kernels give what the op gives: numbers, shapes, dtypes and strides."""
     found = kernel_call(op, *args, target=target, **kwargs)(*args, **kwargs)
     wanted = KERNELS.get(op, op)(*args, **kwargs)
-    pairs = zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]
+    several = isinstance(wanted, (tuple, list))
+    pairs = zip(found, wanted, strict=True) if several else [(found, wanted)]
     for one, other in pairs:
         if other is None:
             assert one is None
@@ -66,6 +67,95 @@ def test_linear_and_its_gradients(transposed: bool, dtype: torch.dtype) -> None:
     check(OP.linear_dgrad.default, gy, w, transposed)
     check(OP.linear_dgrad.default, gy, w, transposed, random(3, 7, 40, dtype=dtype))
     check(OP.linear_wgrad.default, gy, x, transposed)
+
+
+@DTYPES
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "keep", "residual"),
+    [("gelu", True, False), ("relu", False, True), ("", False, True), ("silu", True, True)],
+)
+def test_linear_with_an_epilogue(
+    activation: str, keep: bool, residual: bool, transposed: bool, dtype: torch.dtype
+) -> None:
+    x = random(3, 7, 40, dtype=dtype).transpose(0, 1)
+    w = random(*((40, 20) if transposed else (20, 40)), dtype=dtype)
+    b = random(20, dtype=dtype) if activation else None
+    other = random(3, 7, 20, dtype=dtype).transpose(0, 1) if residual else None
+    check(OP.linear_epilogue.default, x, w, b, other, activation, keep, transposed)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_a_gate_and_its_gradient(activation: str, dtype: torch.dtype) -> None:
+    for width in (24, 21):
+        gy, gate, up = (random(2, 5, width, dtype=dtype, seed=i) for i in range(3))
+        check(OP.gated.default, gate, up, activation)
+        halves = random(2, 5, 2 * width, dtype=dtype).chunk(2, -1)
+        check(OP.gated.default, *halves, activation)
+        check(OP.gated_backward.default, gy, gate, up, activation)
+        check(OP.gated_backward.default, gy, *halves, activation)
+        check(OP.gated.default, gate.transpose(0, 1), up.transpose(0, 1), activation)
+
+
+@DTYPES
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_products_with_a_gate(keep: bool, transposed: bool, dtype: torch.dtype) -> None:
+    x = random(3, 7, 40, dtype=dtype).transpose(0, 1)
+    one, two = (random(20, 40, dtype=dtype, seed=i) for i in range(2))
+    both = torch.cat([one, two])
+    if transposed:
+        one, two, both = (weight.t().contiguous() for weight in (one, two, both))
+    check(OP.linear_gated.default, x, one, two, "silu", keep, transposed)
+    check(OP.linear_gated.default, x, both, None, "gelu", keep, transposed)
+    beside = OPS[OP.linear_gated.default].beside
+    assert beside is not None
+    for weights in ((one, two), (both, None)):
+        operands = (x, *weights, "gelu_tanh", keep, transposed)
+        call = KernelCall("op", "here", beside(INTERPRETER, *operands), no_fallback)
+        for found, wanted in zip(call(*operands), OP.linear_gated(*operands), strict=True):
+            assert error(found, wanted.double()) <= TOLERANCE[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [24, 4100])
+def test_norms_with_the_sums_beside_them(width: int, dtype: torch.dtype) -> None:
+    x, residual, gy, other = (random(2, 3, width, dtype=dtype, seed=i) for i in range(4))
+    weight, bias = random(width, dtype=dtype), random(width, dtype=dtype, seed=1)
+    for shift in (None, bias):
+        operands = (x, residual, [width], weight, shift, 1e-5)
+        check(OP.add_layer_norm.default, *operands)
+        summed, _, mean, rstd = OP.add_layer_norm(*operands)
+        known = (gy, summed, [width], mean, rstd, weight, shift)
+        backward = OP.layer_norm_backward_add.default
+        check(backward, *known, True, shift is not None, other)
+        check(backward, *known, False, shift is not None, other)
+    check(OP.add_rms_norm.default, x, residual, weight, 1e-5)
+    summed, _, rstd = OP.add_rms_norm(x, residual, weight, 1e-5)
+    check(OP.rms_norm_backward_add.default, gy, summed, weight, rstd, other)
+
+
+def test_sums_and_gradients_lie_over_what_they_are_made_of() -> None:
+    """As the emitter calls them, where nothing else reads the operand."""
+    x, residual, weight = random(6, 24), random(6, 24, seed=1), random(24)
+    wanted = OP.add_layer_norm(x, residual, [24], weight, None, 1e-5)
+    call = kernel_call(OP.add_layer_norm.default, x, residual, [24], weight, None, 1e-5)
+    given = x.clone()
+    found = call.overwriting(no_fallback)(given, residual, [24], weight, None, 1e-5)
+    assert found[0] is given
+    assert all(error(one, other) <= 2e-6 for one, other in zip(found, wanted, strict=True))
+    call = kernel_call(OP.add_rms_norm.default, x, residual, weight, 1e-5)
+    given = x.clone()
+    found = call.overwriting(no_fallback)(given, residual, weight, 1e-5)
+    assert found[0] is given
+    assert error(given, x + residual) <= 2e-6
+    gy, gate, up = (random(6, 24, seed=i) for i in range(3))
+    gradients = OP.gated_backward(gy, gate, up, "silu")
+    call = kernel_call(OP.gated_backward.default, gy, gate, up, "silu")
+    found = call.overwriting(no_fallback)(gy, gate, up, "silu")
+    assert found[0] is gy
+    assert all(error(one, other) <= 2e-6 for one, other in zip(found, gradients, strict=True))
 
 
 def test_an_input_gradient_lies_over_what_it_is_summed_with() -> None:

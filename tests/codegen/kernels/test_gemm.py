@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from msc.codegen.kernels.description import SM_80, SM_90, Target, Tiles
-from msc.codegen.kernels.epilogue import Epilogue
+from msc.codegen.kernels.epilogue import GATED, Epilogue
 from msc.codegen.kernels.gemm import Gemm, emit
 from msc.codegen.kernels.launch import bind, launch
 from msc.ir.errors import PlanError
@@ -28,34 +28,38 @@ def operands(gemm: Gemm) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Arguments of the kernel, the value before the activation, and the result, in float64."""
     dtype = getattr(torch, gemm.dtype)
     generator = torch.Generator().manual_seed(0)
-    swiglu = gemm.epilogue.activation == "swiglu"
+    name, gated, apart = gemm.epilogue.activation, gemm.epilogue.gated, gemm.epilogue.apart
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    stored = 2 * gemm.n if swiglu else gemm.n
+    stored = 2 * gemm.n if gated else gemm.n
     a, b = random(gemm.m, gemm.k), random(stored, gemm.k)
     values: dict[str, Tensor] = {
         "a": a if gemm.a_layout == "mk" else a.t().contiguous(),
-        "b": b if gemm.b_layout == "nk" else b.t().contiguous(),
         "c": poisoned(gemm.m, gemm.n, dtype=dtype),
     }
+    for right, weight in zip(("b", "b_up"), b.chunk(2) if apart else (b,), strict=False):
+        values[right] = weight if gemm.b_layout == "nk" else weight.t().contiguous()
     before = a.double() @ b.double().t()
     if gemm.epilogue.bias:
         values["bias"] = random(gemm.n)
         before += values["bias"].double()
     activations: dict[str, Any] = {
         "": lambda x: x,
+        "relu": torch.relu,
+        "silu": functional.silu,
         "gelu": functional.gelu,
         "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-        "swiglu": lambda x: functional.silu(x[:, : gemm.n]) * x[:, gemm.n :],
     }
-    result = activations[gemm.epilogue.activation](before)
+    gate, up = torch.split(before, gemm.n, 1) if gated else (before, 1.0)
+    result = activations[GATED.get(name, name)](gate) * up
     if gemm.epilogue.residual:
         values["residual"] = random(gemm.m, gemm.n)
         result = result + values["residual"].double()
     if gemm.epilogue.keep:
-        values["kept"] = poisoned(gemm.m, stored, dtype=dtype)
+        for kept in ("kept", "kept_up") if apart else ("kept",):
+            values[kept] = poisoned(gemm.m, gemm.n if apart else stored, dtype=dtype)
     return values, before, result
 
 
@@ -65,7 +69,8 @@ def check(gemm: Gemm) -> None:
         launch(emit(gemm), values)
     assert error(values["c"], result) <= TOLERANCE[gemm.dtype]
     if gemm.epilogue.keep:
-        assert error(values["kept"], before) <= TOLERANCE[gemm.dtype]
+        kept = torch.cat([values[each] for each in ("kept", "kept_up") if each in values], 1)
+        assert error(kept, before) <= TOLERANCE[gemm.dtype]
 
 
 @pytest.mark.parametrize("target", FEW, ids=lambda target: target.name)
@@ -80,7 +85,15 @@ def test_layouts(target: Target, layouts: str, size: tuple[int, int, int]) -> No
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(
     "epilogue",
-    [EVERYTHING, Epilogue(activation="gelu_tanh"), Epilogue(activation="swiglu", keep=True)],
+    [
+        EVERYTHING,
+        Epilogue(activation="gelu_tanh"),
+        Epilogue(activation="relu", keep=True),
+        Epilogue(activation="silu", residual=True),
+        Epilogue(activation="swiglu", keep=True),
+        Epilogue(activation="geglu_tanh", residual=True),
+        Epilogue(activation="swiglu", keep=True, apart=True),
+    ],
     ids=lambda epilogue: epilogue.label,
 )
 def test_epilogues(dtype: str, parts: int, epilogue: Epilogue) -> None:
@@ -156,7 +169,8 @@ def test_offsets_beyond_32_bits_are_wide() -> None:
             lambda: emit(Gemm(8, 8, 8, "float64", SM_80, TILES)),
             "gemm: no kernel computes on float64",
         ),
-        (lambda: Epilogue(activation="relu"), "no activation 'relu'"),
+        (lambda: Epilogue(activation="elu"), "no activation 'elu'"),
+        (lambda: Epilogue(activation="gelu", apart=True), "two weights only where one gates"),
         (lambda: Epilogue(bias=True, activation="swiglu"), "swiglu has no bias"),
         (lambda: Epilogue(keep=True), "keeps what its activation reads"),
         (lambda: emit(Gemm(8, 8, 8, "float32", SM_80, TILES, "nm")), "no layout 'nm'"),

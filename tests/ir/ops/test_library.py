@@ -88,6 +88,13 @@ def _norm_backward(dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
     return _floats(2, 3, 4, dtype=dtype), x, weight, rstd
 
 
+def _layer_norm_backward_add() -> tuple[Any, ...]:
+    x, weight, bias = _swapped(2, 3, 4), _floats(4), _floats(4)
+    _, mean, rstd = torch.native_layer_norm(x, [4], weight, bias, 1e-3)
+    rest = (mean, rstd, weight, bias, False, True)
+    return _floats(2, 3, 4), x, [4], *rest, _swapped(2, 3, 4)
+
+
 def _key() -> Tensor:
     return torch.tensor(12345)
 
@@ -111,6 +118,42 @@ SAMPLES = [
     Sample(_msc.linear_dgrad.default, lambda: (_floats(2, 3, 5), _floats(4, 5), True)),
     Sample(_msc.linear_dgrad.default, lambda: (_floats(3, 5), _floats(5, 4), False, _floats(3, 4))),
     Sample(_msc.linear_dgrad.default, lambda: (_floats(3, 5), _floats(4, 5), True, _swapped(3, 4))),
+    Sample(
+        _msc.linear_epilogue.default,
+        lambda: (_swapped(2, 3, 4), _floats(5, 4), _floats(5), None, "gelu", True),
+    ),
+    Sample(
+        _msc.linear_epilogue.default,
+        lambda: (_floats(3, 4), _floats(4, 5), None, _swapped(3, 5), "", False, True),
+    ),
+    Sample(
+        _msc.linear_epilogue.default,
+        lambda: (_floats(3, 4), _floats(5, 4), _floats(5), _swapped(3, 5), "relu", False),
+    ),
+    Sample(_msc.gated.default, lambda: (_swapped(3, 4), _floats(3, 4), "silu"), (0, 1)),
+    Sample(_msc.gated_backward.default, lambda: (*[_swapped(3, 4)] * 3, "gelu")),
+    Sample(
+        _msc.linear_gated.default,
+        lambda: (_swapped(2, 3, 4), _floats(5, 4), _floats(5, 4), "gelu_tanh", True),
+    ),
+    Sample(
+        _msc.linear_gated.default, lambda: (_floats(3, 4), _floats(4, 6), None, "silu", True, True)
+    ),
+    Sample(
+        _msc.linear_gated.default,
+        lambda: (_floats(3, 4), _floats(5, 4), _floats(5, 4), "relu", False),
+    ),
+    Sample(
+        _msc.add_layer_norm.default,
+        lambda: (_swapped(2, 3, 4), _floats(2, 3, 4), [4], _floats(4), _floats(4), 1e-3),
+    ),
+    Sample(_msc.layer_norm_backward_add.default, _layer_norm_backward_add),
+    Sample(_msc.add_rms_norm.default, lambda: (_floats(3, 4), _swapped(3, 4), _floats(4), 1e-3)),
+    Sample(
+        _msc.add_rms_norm.default,
+        lambda: (*[_floats(3, 4, dtype=bf16)] * 2, _floats(4, dtype=bf16), 1e-3),
+    ),
+    Sample(_msc.rms_norm_backward_add.default, lambda: (*_norm_backward(), _swapped(2, 3, 4))),
     Sample(_msc.repad.default, lambda: (_floats(3, 7), 1, [3, 0, 4], [2, 2, 5]), (0,)),
     Sample(_msc.repad.default, lambda: (_swapped(5, 3), 0, [5], [6]), (0,)),
     Sample(_msc.linear_wgrad.default, lambda: (_swapped(2, 3, 5), _floats(2, 3, 4))),

@@ -1,0 +1,1 @@
+"""A product and what follows it as one op."""
