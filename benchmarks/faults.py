@@ -314,8 +314,11 @@ def run_all(campaign: Campaign, kinds: Sequence[Kind], number: int) -> list[Find
 
 
 def write(file: Path, facts: dict[str, Any]) -> None:
-    """Put facts into the file of results, beside what it has of other parts."""
+    """Put facts into the file of results, beside what it has of other parts and kinds."""
     before = json.loads(file.read_text()) if file.exists() else {}
+    if "kinds" in facts:
+        rows = {row["kind"]: row for row in (*before.get("kinds", []), *facts["kinds"])}
+        facts = {**facts, "kinds": [rows[kind.name] for kind in KINDS if kind.name in rows]}
     load = {f"load_{name}": os.getloadavg()[1] for name in facts}
     whole = {**before, "hardware": hardware(), "not_made": NOT_MADE, **facts, **load}
     file.parent.mkdir(parents=True, exist_ok=True)

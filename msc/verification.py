@@ -14,7 +14,7 @@ from msc.capture.captured import has_values
 from msc.capture.loss import LossFunction, LossModule
 from msc.compiler import as_rewrites, per_micro_batch
 from msc.compiler import compile as compile_program
-from msc.ir.errors import UserError
+from msc.ir.errors import InputError, UserError
 from msc.passes.normalize import NORMALIZE
 from msc.passes.rewrites.apply import apply_rewrites
 from msc.program import Program
@@ -298,7 +298,16 @@ def _compare_with_eager(
     loss, *_ = fx.Interpreter(captured.graph).run(*arguments)
     grads = _gradients(loss, values)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    eager = LossModule(model, captured.input_spec, loss_fn)(*tensors)
+    try:
+        eager = LossModule(model, captured.input_spec, loss_fn)(*tensors)
+    except Exception as error:
+        given = ", ".join(f"{i.name}: {i.dtype} {list(i.shape)}" for i in captured.inputs)
+        raise InputError(
+            "The model itself fails on these inputs in eager PyTorch, with "
+            f"{type(error).__name__}: {error}. It was given {given}; its parameters are of "
+            f"{', '.join(sorted({str(p.dtype) for p in values.values()}))}. dtype= converts both "
+            "for the comparison on ranks, not for this one."
+        ) from error
     expected = _gradients(eager, {name: model.get_parameter(name) for name in values})
     with torch.no_grad():
         for name, buffer in before.items():

@@ -244,3 +244,13 @@ def test_a_loss_that_is_no_number() -> None:
 def test_options_without_effect_are_noted(options: dict[str, Any], note: str) -> None:
     (found,) = compile_gpt(**options).report.notes
     assert note in found
+
+
+def test_a_batch_that_the_model_itself_refuses() -> None:
+    def loss(output: Tensor) -> Tensor:
+        return output.square().mean()
+
+    with pytest.raises(msc.InputError) as error:
+        msc.verify(nn.Linear(4, 4), (torch.ones(2, 4).double(),), loss_fn=loss, dtype=torch.float64)
+    assert "The model itself fails on these inputs in eager PyTorch" in str(error.value)
+    assert "torch.float64 [2, 4]; its parameters are of torch.float32" in str(error.value)

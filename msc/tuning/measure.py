@@ -53,6 +53,8 @@ def tune(
     kernels = kernels_on(place)
     found = _begun(file, kernels.device or device_name(place))
     tell = print if log is True else (log or (lambda line: None))
+    if found.calls:
+        tell(f"{len(found.calls)} calls are known from '{file}' and not measured again.")
     plain = compile_program(model, inputs, fuse_collectives=False, **options)
     if kernels.target is None:
         tell(f"No calls in kernels are measured: {kernels.reason}.")

@@ -64,7 +64,7 @@ class Memory:
             key = (fault.rank, fault.what, fault.step)
             self._seen[key] += 1
             if fault.program and self._seen[key] > 1:
-                return "the same failure came back after the rank was replaced"
+                return "the same failure came back after another try"
         return ""
 
 

@@ -31,6 +31,11 @@ class Resizing:
         """How many ranks the run was started for."""
         return len(self.places.full)
 
+    @property
+    def must_learn(self) -> bool:
+        """Whether it may go on with fewer ranks, and none has told yet on how many."""
+        return self._least < self.whole and not self.sizes.known
+
     def gone(self, ranks: Ranks, faults: Iterable[Fault]) -> set[Place]:
         """The places on which no process will do, or that have no node to be on, after faults.
 

@@ -24,6 +24,11 @@ class Sizes:
         self._sizes: list[Size] | None = None
         self.saved = True
 
+    @property
+    def known(self) -> bool:
+        """Whether a rank has told."""
+        return self._sizes is not None
+
     def to_data(self) -> list[Any]:
         """As JSON, for `from_data`."""
         return [self._sizes, self.saved]

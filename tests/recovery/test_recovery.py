@@ -108,4 +108,4 @@ def test_a_failure_that_comes_back_ends_the_run_by_name(folder: Path) -> None:
     assert "ValueError: on purpose" in done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert "generation 2: rank 1 raised ValueError: on purpose in step 6" in last
-    assert "the same failure came back after the rank was replaced" in last
+    assert "the same failure came back after another try" in last

@@ -310,3 +310,42 @@ def test_a_controller_that_is_started_anew_knows_which_places_are_lost(tmp_path:
     assert [(name, command, facts["rank"]) for name, command, facts in commands] == [
         ("host0", "try", 1)
     ]
+
+
+def test_a_slot_that_is_bad_from_the_start_waits_for_the_others_to_tell_their_sizes(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    run.take()
+    run.exit(3, 7)
+    assert not run.environments  # no rank has told yet on how many its program runs
+    run.tell(0, "program", **run.program)
+    run.controller.turn()
+    assert [some(each, "RANK", "WORLD_SIZE") for each in run.environments] == [
+        ("0", "2"),
+        ("1", "2"),
+    ]
+
+
+def test_with_a_restart_a_bad_slot_is_tried_once_more_and_then_left(tmp_path: Path) -> None:
+    run = Run(tmp_path, budget=Budget(0, 1, 2))
+    run.exit(3, 7)
+    run.tell(0, "program", **run.program)
+    run.take()
+    run.controller.turn()
+    assert len(run.environments) == 4
+    run.exit(3, 7)
+    assert len(run.environments) == 2
+    (told,) = run.told("ranks")
+    assert (told["ranks"], told["of"], told["lost"]) == (2, 4, [[0, 3]])
+
+
+def test_a_script_that_fails_on_all_ranks_is_not_waited_for(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for rank in range(4):
+        run.exit(rank, 7)
+    assert run.controller.code is None
+    run.controller.turn()
+    assert run.controller.code == 7
+    (gave_up,) = run.told("gave up")
+    assert "no rank has told on how many its program can run" in gave_up["why"]

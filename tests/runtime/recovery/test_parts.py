@@ -284,7 +284,7 @@ def test_faults_that_a_program_may_cause_are_tried_once_more() -> None:
     raised = Fault(1, "raised ValueError: x", 5, program=True)
     assert not memory.hopeless([raised])
     assert not memory.hopeless([Fault(1, "raised ValueError: x", 6, program=True)])
-    assert memory.hopeless([raised]) == "the same failure came back after the rank was replaced"
+    assert memory.hopeless([raised]) == "the same failure came back after another try"
     assert memory.hopeless([Fault(1, "raised InputError: x", 1, final=True)])
     assert of_exit(-11) == ("crashed (SIGSEGV)", True)
 
