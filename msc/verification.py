@@ -289,14 +289,6 @@ def _compare_with_eager(
         name: model.get_parameter(name).detach().clone().requires_grad_(info.requires_grad)
         for name, info in captured.parameters.items()
     }
-    found = dict(zip((i.name for i in captured.inputs), tensors, strict=True))
-    arguments: list[Tensor | None] = []
-    for node in captured.graph.graph.find_nodes(op="placeholder"):
-        kind, name = node.meta["kind"], node.meta["name"]
-        sources = {"parameter": values.get, "input": found.get}
-        arguments.append(sources.get(kind, captured.read_buffer)(name))
-    loss, *_ = fx.Interpreter(captured.graph).run(*arguments)
-    grads = _gradients(loss, values)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         eager = LossModule(model, captured.input_spec, loss_fn)(*tensors)
@@ -312,6 +304,14 @@ def _compare_with_eager(
     with torch.no_grad():
         for name, buffer in before.items():
             model.get_buffer(name).copy_(buffer)
+    found = dict(zip((i.name for i in captured.inputs), tensors, strict=True))
+    arguments: list[Tensor | None] = []
+    for node in captured.graph.graph.find_nodes(op="placeholder"):
+        kind, name = node.meta["kind"], node.meta["name"]
+        sources = {"parameter": values.get, "input": found.get}
+        arguments.append(sources.get(kind, captured.read_buffer)(name))
+    loss, *_ = fx.Interpreter(captured.graph).run(*arguments)
+    grads = _gradients(loss, values)
     scale = largest(expected.values())
     floor = max(_FLOORS.get(value.dtype, _HALF_FLOOR) for value in (eager, *expected.values()))
     errors = {"loss": relative_error(loss.detach(), eager.detach(), scale)}

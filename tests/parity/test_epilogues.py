@@ -11,6 +11,7 @@ import torch
 import msc
 from msc.ir.communication import graphs_below
 from msc.runtime.memory.meter import StorageMeter
+from msc.runtime.virtual import VirtualExecutor
 from tests import models
 
 
@@ -80,7 +81,7 @@ def test_the_memory_of_a_step_is_predicted(name: str, recompute: str) -> None:
     inputs = program.local_inputs(models.tokens(samples=4), 0)
     given = program.initial_state(0).arguments(graph, inputs)
     with StorageMeter(given) as meter:
-        program._virtual.run([given])
+        VirtualExecutor(program.mesh, program.rank_graph).run([given])
     assert program.memory_bytes()[0] == pytest.approx(meter.peak, rel=0.03)
 
 

@@ -54,7 +54,9 @@ def test_calls_are_measured_once_in_all_their_ways(interpret: None, tmp_path: Pa
     lines: list[str] = []
     found = msc.tune(*model(), file, log=lines.append)
     assert Measurements.load(file) == found
-    (up,) = (each for each in found.calls if each.startswith("msc.linear(float32[4, 16, 32]"))
+    (up,) = (
+        each for each in found.calls if each.startswith("msc.linear_epilogue(float32[4, 16, 32]")
+    )
     assert set(found.calls[up]) == {
         "ATen",
         "Triton 64x64x64 g8 w8 s3 p1",
@@ -82,13 +84,13 @@ def test_a_program_runs_each_call_the_fastest_way(interpret: None, measured: Mea
     tiles = "Triton 32x64x64 g8 w8 s3 p1"
     tuned = told(
         measured,
-        linear={"ATen": 3e-6, "Triton 64x64x64 g8 w8 s3 p1": 2e-6, tiles: 1e-6},
+        linear_epilogue={"ATen": 3e-6, "Triton 64x64x64 g8 w8 s3 p1": 2e-6, tiles: 1e-6},
         linear_wgrad={"ATen": 1e-6, tiles: 2.5e-6},
         linear_dgrad={tiles: 2e-6},
     )
     program = msc.compile(*model(), tuned=tuned)
     lines = program.kernels().lines
-    (line,) = (each for each in lines if each.startswith("msc.linear in up"))
+    (line,) = (each for each in lines if each.startswith("msc.linear_epilogue in up"))
     assert line.endswith("measured: 1.0 us, ATen 3.0 us")
     products = [each for each in program.kernels().sources if each.name.startswith("gemm_mk_nk")]
     assert len(products) == 2
