@@ -37,6 +37,7 @@ from rich.table import Table
 from benchmarks.gpu_cases import FAMILIES as OP_FAMILIES
 from benchmarks.gpu_cases import LARGE, TINY, Case, Make, Sizes
 from benchmarks.gpu_fused import fused_program_cases
+from benchmarks.gpu_graphs import graph_cases
 from benchmarks.gpu_kernels import attention_kernel_cases, product_kernel_cases
 from benchmarks.gpu_links import link_cases
 from benchmarks.gpu_programs import program_cases
@@ -49,6 +50,7 @@ FAMILIES = (
     row_kernel_cases,
     optimizer_kernel_cases,
     program_cases,
+    graph_cases,
     *OP_FAMILIES,
     link_cases,
     scatter_rank_cases,

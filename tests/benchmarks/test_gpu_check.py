@@ -74,6 +74,7 @@ def test_every_op_is_right_on_the_cpu(
         "gemm_scatter, 2 virtual ranks",
         "gemm_scatter, 2 virtual ranks, same bits",
     }
+    assert any(row["message"] == "no CUDA graph: the CPU has none" for row in data["rows"])
     (fused,) = [row for row in data["rows"] if row["name"].startswith("fused collectives")]
     assert "no kernel given up" in fused["message"]
     assert "attention causal, grouped heads" in capsys.readouterr().out
