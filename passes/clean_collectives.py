@@ -39,6 +39,7 @@ from msc.ir.ops.collectives import (
 from msc.ir.passes import GraphPass
 from msc.ir.torch_private import OpOverload
 from msc.ir.values import tensors_of
+from msc.ir.walks import num_reads
 
 _CONVERSIONS = (ALL_GATHER, ALL_REDUCE, GRAD_REDUCE, REDUCE_SCATTER, SHARD, SHARD_PAD)
 _COORDINATES = torch.ops.msc.global_coordinates.default
@@ -138,7 +139,7 @@ def _shorten(gm: fx.GraphModule) -> int:
             if _returned(outer) and what["x"].op == "placeholder":
                 continue  # a block returns what it computes
             outer.replace_all_uses_with(what["x"])
-        elif len(inner.users) > 1:
+        elif num_reads(inner) > 1:
             continue  # it is sent anyway
         else:
             outer.replace_all_uses_with(_insert(gm, outer, direct, {**what, **how, "x": what["x"]}))

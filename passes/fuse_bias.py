@@ -19,6 +19,7 @@ from torch import fx
 from msc.ir.ops.linear import LINEAR
 from msc.ir.passes import GraphPass
 from msc.ir.values import carry, tensor_of
+from msc.ir.walks import num_reads
 
 add = torch.ops.aten.add.Tensor
 
@@ -75,7 +76,7 @@ def _last_linear(value: Any) -> fx.Node | None:
     """The linear without a bias that a value is, or that is the last term of a sum."""
     if _plain_linear(value):
         return value
-    if not isinstance(value, fx.Node) or value.target is not add or len(value.users) != 1:
+    if not isinstance(value, fx.Node) or value.target is not add or num_reads(value) != 1:
         return None
     last: Any = value.args[1]
     if value.kwargs or not _plain_linear(last):
@@ -87,7 +88,7 @@ def _plain_linear(node: Any) -> TypeGuard[fx.Node]:
     return (
         isinstance(node, fx.Node)
         and node.target is LINEAR
-        and len(node.users) == 1
+        and num_reads(node) == 1
         and (len(node.args) < 3 or node.args[2] is None)
         and node.kwargs.get("b") is None
     )

@@ -34,6 +34,7 @@ from msc.ir.ops.norm_sum import (
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.rewrites import Finding
 from msc.ir.values import tensor_of
+from msc.ir.walks import num_reads
 from msc.passes.block_graphs import block_graphs
 from msc.passes.compilation import Compilation
 from msc.passes.several_results import call_before, take_over
@@ -126,7 +127,7 @@ def _against_backward(norm: fx.Node, total: fx.Node) -> str:
     if reason := _against_sum(total):
         return reason
     (own,) = (item for item in norm.users if item.args[1] == 0)
-    if len(own.users) > 1 or total.args.count(own) > 1:
+    if num_reads(own) > 1 or total.args.count(own) > 1:
         return "something else reads the gradient without the sum"
     if any(_is_before(reader, total) for item in norm.users for reader in item.users):
         return "the gradient of its weight is read before the sum can be made"

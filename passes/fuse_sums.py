@@ -20,6 +20,7 @@ from torch import fx
 from msc.ir.ops.linear import LINEAR_DGRAD
 from msc.ir.passes import GraphPass
 from msc.ir.values import carry, tensor_of
+from msc.ir.walks import num_reads
 
 add = torch.ops.aten.add.Tensor
 
@@ -63,7 +64,7 @@ def _fusible(node: Any) -> bool:
     return (
         isinstance(node, fx.Node)
         and node.target is LINEAR_DGRAD
-        and len(node.users) == 1
+        and num_reads(node) == 1
         and len(node.args) < 4
         and node.kwargs.get("sum_with") is None
     )

@@ -24,6 +24,7 @@ from torch import fx
 
 import msc.ir.ops  # noqa: F401  (registers torch.ops.msc)
 from msc.ir.passes import GraphPass
+from msc.ir.walks import num_reads
 from msc.passes.normalize.dead_code import remove_dead_code
 from msc.passes.normalize.rewrite import Emitter, aten, replace, shape_of
 
@@ -80,7 +81,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 def _collect(node: fx.Node, root: fx.Node, terms: _Terms) -> None:
     """Take a sum apart, also one that is reshaped before more is added."""
-    inner = node is root or len(node.users) == 1
+    inner = node is root or num_reads(node) == 1
     if inner and _is_sum(node):
         terms.inner.add(node)
         for operand in node.args:
@@ -103,12 +104,12 @@ def _flattens_a_sum(node: fx.Node) -> bool:
         return False
     (source,) = node.all_input_nodes
     kept = shape_of(source)[-1:] == shape_of(node)[-1:]
-    return kept and len(source.users) == 1 and _is_sum(source)
+    return kept and num_reads(source) == 1 and _is_sum(source)
 
 
 def _is_product(node: fx.Node) -> bool:
     """Whether a value is a product, or linear in one that nothing else reads."""
-    while len(node.users) == 1:
+    while num_reads(node) == 1:
         if node.target in _PRODUCTS:
             return True
         if node.target not in _BEHIND:

@@ -21,6 +21,7 @@ from msc.ir.ops.activations import activation_of
 from msc.ir.ops.gate import GATED
 from msc.ir.passes import BIT_EXACT, GraphPass
 from msc.ir.values import tensor_of
+from msc.ir.walks import num_reads
 from msc.passes.normalize.rewrite import Emitter, replace, shape_of
 
 _MUL = torch.ops.aten.mul.Tensor
@@ -50,7 +51,7 @@ class RaiseGate(GraphPass):
 
 
 def _gates(active: Any, up: Any, node: fx.Node) -> bool:
-    if not activation_of(active) or not isinstance(up, fx.Node) or len(active.users) != 1:
+    if not activation_of(active) or not isinstance(up, fx.Node) or num_reads(active) != 1:
         return False
     one, two, result = tensor_of(active.args[0]), tensor_of(up), tensor_of(node)
     alike = one.shape == two.shape and one.dtype == two.dtype == result.dtype

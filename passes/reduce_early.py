@@ -25,6 +25,7 @@ from msc.ir import actions
 from msc.ir.communication import group_of, is_communication, subgraph
 from msc.ir.groups import Group
 from msc.ir.passes import BIT_EXACT, GraphPass
+from msc.ir.walks import num_reads
 from msc.passes.open_call import open_call
 
 _c10d = torch.ops._c10d_functional
@@ -93,7 +94,7 @@ def _is_bucket(node: fx.Node, total: fx.Node, starts: Mapping[str, int]) -> bool
     """
     if node.target not in _FLATTENS or not isinstance(node.args[0], (list, tuple)):
         return False
-    if len(node.users) != 1 or next(iter(node.users)).target not in _REDUCTIONS:
+    if num_reads(node) != 1 or next(iter(node.users)).target not in _REDUCTIONS:
         return False
     group = group_of(next(iter(node.users)))
     if starts[group] > 1 and "pp" in Group.parse(group).axes:

@@ -186,6 +186,7 @@ class _Entry:
         self.call = call
         self.reason = reason
         self.slower = slower
+        self.measured = False
         self.nodes: dict[fx.Node, None] = {}
 
 
@@ -248,7 +249,13 @@ class KernelChoice:
         notes = []
         if self._measured is not None and self._measured.device != self.kernels.device:
             notes.append(f"What was measured is of {self._measured.device}: it does not count here")
+        elif self._measured is not None:
+            known = sum(entry.measured for entry in self._entries.values())
+            notes.append(f"{known} of {len(self._entries)} kinds of calls were measured here")
         return (place, *notes, *map(str, self.decisions))
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
 
     @property
     def sources(self) -> list[Kernel]:
@@ -266,7 +273,8 @@ class KernelChoice:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
         key = (node.target, _described((args, kwargs)), _is_marked(node))
         if key not in self._entries:
-            self._entries[key] = self._made(node, args, kwargs)
+            self._entries[key] = made = self._made(node, args, kwargs)
+            made.measured = bool(self._measured_of(node))
         entry = self._entries[key]
         entry.nodes[node] = None
         return entry

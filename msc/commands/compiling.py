@@ -34,6 +34,7 @@ from msc.commands.options import (
     TunedFile,
     VirtualStages,
     Zero,
+    recompute_of,
 )
 from msc.ir.errors import UserError
 from msc.pins_file import load_pins
@@ -75,7 +76,7 @@ def verify(
             zero=zero,
             shard_group=shard_group,
             precision=None if dtype is None else dtype.value,
-            recompute=_recompute(recompute),
+            recompute=recompute_of(recompute),
             fuse_collectives=_FUSE[fuse_collectives],
             fuse_loss=fuse_loss,
             plan=plan,
@@ -272,14 +273,9 @@ def _compiled(
         pins=load_pins(pins),
         optimizer=None if optimizer is None else OPTIMIZERS[optimizer](),
         precision=None if precision is None else precision.value,
-        recompute=_recompute(recompute),
+        recompute=recompute_of(recompute),
         **options,
     )
-
-
-def _recompute(text: str) -> str | msc.MemoryBudget:
-    """A policy's name, or a number of bytes as a budget."""
-    return msc.MemoryBudget(int(text)) if text.isdecimal() else text
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:

@@ -119,3 +119,8 @@ PinsFile = Annotated[
         help='JSON file of placements to keep, as {"*.q_proj.weight": {"tp": "Shard(0)"}}.',
     ),
 ]
+
+
+def recompute_of(text: str) -> str | msc.MemoryBudget:
+    """A policy's name, or a number of bytes as a budget."""
+    return msc.MemoryBudget(int(text)) if text.isdecimal() else text

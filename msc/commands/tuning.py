@@ -14,15 +14,18 @@ from msc.build_target import load_target
 from msc.command_exit import guarded
 from msc.commands.options import (
     OPTIMIZERS,
+    FuseLoss,
     MeshOption,
     MicroBatches,
     OptimizerOption,
     Precision,
+    RecomputeOption,
     Schedule,
     ShardGroup,
     Target,
     VirtualStages,
     Zero,
+    recompute_of,
 )
 
 
@@ -44,6 +47,8 @@ def tune(
     shard_group: ShardGroup = None,
     optimizer: OptimizerOption = None,
     precision: Precision = None,
+    recompute: RecomputeOption = "none",
+    fuse_loss: FuseLoss = False,
     device: Annotated[
         Device | None, typer.Option("--device", help="On which; else CUDA where there is one.")
     ] = None,
@@ -69,6 +74,8 @@ def tune(
             shard_group=shard_group,
             optimizer=None if optimizer is None else OPTIMIZERS[optimizer](),
             precision=None if precision is None else precision.value,
+            recompute=recompute_of(recompute),
+            fuse_loss=fuse_loss,
         )
 
         def show() -> int:

@@ -1,4 +1,4 @@
-"""Walks over the edges of a graph."""
+"""Walks over the edges of a graph, and counts of them."""
 
 from __future__ import annotations
 
@@ -18,4 +18,21 @@ def ancestors(
         if node not in found and (within is None or within(node)):
             found.add(node)
             pending += node.all_input_nodes
+    return found
+
+
+def num_reads(node: fx.Node) -> int:
+    """How often a value is read: a node that reads it twice, as `x + x` does, counts twice.
+
+    `node.users` has such a node once.
+    """
+    found = 0
+
+    def count(operand: fx.Node) -> fx.Node:
+        nonlocal found
+        found += operand is node
+        return operand
+
+    for user in node.users:
+        fx.map_arg((user.args, user.kwargs), count)
     return found

@@ -49,29 +49,45 @@ def tune(
     """
     if {"tuned", "fuse_collectives"} & set(options):
         raise UserError("tune measures both ways of fuse_collectives, without what was tuned.")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = _place(device)
     kernels = kernels_on(place)
     found = _begun(file, kernels.device or device_name(place))
     tell = print if log is True else (log or (lambda line: None))
     if found.calls:
         tell(f"{len(found.calls)} calls are known from '{file}' and not measured again.")
-    plain = compile_program(model, inputs, fuse_collectives=False, **options)
+    programs = [compile_program(model, inputs, fuse_collectives=False, **options)]
+    if programs[0].mesh.size > 1:
+        programs.append(compile_program(model, inputs, fuse_collectives=True, **options))
+    graphs = [graph for program in programs for graph in program.rank_graphs]
     if kernels.target is None:
         tell(f"No calls in kernels are measured: {kernels.reason}.")
-    for text, node in kernel_calls(plain.rank_graphs).items() if kernels.target else ():
+    for text, node in kernel_calls(graphs).items() if kernels.target else ():
         if text not in found.calls:
             seconds = measure_call(node, kernels, place, tell)
             if seconds:
                 found = _kept(found.with_calls({text: seconds}), file)
                 tell(_line(text, seconds))
-    if plain.mesh.size > 1:
-        fused = compile_program(model, inputs, fuse_collectives=True, **options)
-        calls = fused_calls(fused.rank_graphs)
+    if programs[0].mesh.size > 1:
+        calls = fused_calls(graphs)
         missing = {text: gm for text, gm in calls.items() if text not in found.calls}
         for text, seconds in measure_fused(missing, place, tell).items():
             found = found.with_calls({text: seconds})
             tell(_line(text, seconds))
     return _kept(found, file)
+
+
+def _place(device: str | None) -> torch.device:
+    """The device to measure on."""
+    there = torch.cuda.is_available()
+    kind = device or ("cuda" if there else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"device is {device!r}; it is 'cpu', 'cuda', or None for what is there.")
+    if kind == "cuda" and not there:
+        raise UserError(
+            f"device is 'cuda', and torch {torch.__version__} finds no CUDA device here. Measure "
+            "on the machine where the program will run, or pass device='cpu'."
+        )
+    return torch.device(kind)
 
 
 def _begun(file: str | Path, device: str) -> Measurements:

@@ -27,6 +27,7 @@ from msc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from msc.ir.ops.linear_loss import LINEAR_NLL_TERMS, LINEAR_NLL_TERMS_BACKWARD
 from msc.ir.printer import format_target
 from msc.ir.values import tensor_of
+from msc.ir.walks import num_reads
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -273,7 +274,7 @@ def _reduce(start: fx.Node) -> Place | None:
         reason = f"the ranks' values are reduced by '{how}', not summed"
     elif dim == len(shape) - 1:
         reason = f"dim {dim} is scattered, which the GEMM's weight has"
-    elif any(len(node.users) > 1 for node in (*before, gemm, whole)):
+    elif any(num_reads(node) > 1 for node in (*before, gemm, whole)):
         reason = "something else reads the product too, which is never there in one place"
     elif add is _BOTH:
         reason = "the product has a bias and is added to something else"
@@ -343,7 +344,7 @@ def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, Any, bool] | Non
         if not isinstance(own, fx.Node) or own.target not in (LINEAR, LINEAR_DGRAD):
             continue
         alike = isinstance(other, fx.Node) and _alike(own, node) and _alike(other, node)
-        inner = _product(own) if alike and len(own.users) == 1 and own is not other else None
+        inner = _product(own) if alike and num_reads(own) == 1 and own is not other else None
         if inner is not None:
             gemm, x, weight, add, transposed = inner
             return gemm, x, weight, other if add is None else _BOTH, transposed
@@ -399,7 +400,7 @@ def _descendants(node: fx.Node) -> set[fx.Node]:
 
 def _only_user(node: fx.Node, target: Any) -> fx.Node | None:
     """The one reader of a node, if it calls `target`."""
-    if len(node.users) != 1:
+    if num_reads(node) != 1:
         return None
     (user,) = node.users
     return user if user.target is target else None

@@ -32,6 +32,7 @@ from msc.ir.ops.linear import LINEAR
 from msc.ir.ops.norm_sum import ADD_LAYER_NORM, ADD_RMS_NORM
 from msc.ir.printer import format_target
 from msc.ir.values import tensor_of
+from msc.ir.walks import num_reads
 
 _aten = torch.ops.aten
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
@@ -108,7 +109,7 @@ def _activation(node: fx.Node, name: str) -> Place | None:
         return _distant(node, value)
     if reason := _layout(node, value):
         return Place(node=node, product=value, reason=reason)
-    return Activation(node=node, product=value, name=name, keep=len(value.users) > 1)
+    return Activation(node=node, product=value, name=name, keep=num_reads(value) > 1)
 
 
 def _gate(node: fx.Node) -> Place | None:
@@ -119,7 +120,7 @@ def _gate(node: fx.Node) -> Place | None:
     one, two = (arguments(LINEAR, each.args, each.kwargs) for each in (gate, up))
     if reason := _against_gate(node, gate, up, one, two):
         return Place(node=node, product=gate, reason=reason)
-    keep = len(gate.users) > 1 or len(up.users) > 1
+    keep = num_reads(gate) > 1 or num_reads(up) > 1
     return Gate(node=node, product=gate, other=up, keep=keep)
 
 
@@ -127,6 +128,8 @@ def _against_gate(
     node: fx.Node, gate: fx.Node, up: fx.Node, one: dict[str, Any], two: dict[str, Any]
 ) -> str:
     """Why two products and their gate cannot be one op, or ""."""
+    if gate is up:
+        return "gate and up are one product"
     if one["x"] is not two["x"]:
         return "gate and up are products of two values"
     if one["b"] is not None or two["b"] is not None:
@@ -155,7 +158,7 @@ def _half_gate(node: fx.Node, gate: Any, up: Any) -> Place | None:
         return Place(node=node, product=product, reason="gate and up are not its halves in order")
     if arguments(LINEAR, product.args, product.kwargs)["b"] is not None:
         return Place(node=node, product=product, reason=_GATE_WITH_BIAS)
-    keep = any(set(each.users) != {node} for each in (gate, up)) or len(product.users) > 1
+    keep = any(set(each.users) != {node} for each in (gate, up)) or num_reads(product) > 1
     return Gate(node=node, product=product, other=None, keep=keep)
 
 
@@ -195,12 +198,12 @@ def _before_norm(node: fx.Node) -> Place | None:
 def _against_sum(node: fx.Node, product: fx.Node, other: fx.Node) -> str:
     """Why a product cannot take a sum, or ""."""
     one, two = tensor_of(node), tensor_of(other)
-    if len(product.users) > 1:
+    if num_reads(product) > 1:
         return "something else reads the product without the sum, which is not kept"
     if one.shape != two.shape or one.dtype != two.dtype:
         return f"{two.dtype} {tuple(two.shape)} is not of the product's shape and dtype"
     call: Any = product.args[0] if product.target is operator.getitem else product
-    if any(_is_before(reader, node) for reader in _readers(call)):
+    if any(_is_before(reader, node) for reader in _readers(call)) or call in other.all_input_nodes:
         return "what the activation reads is needed before the sum can be made"
     return _layout(node, product)
 

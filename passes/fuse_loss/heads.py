@@ -23,6 +23,7 @@ from msc.ir.ops.linear import LINEAR
 from msc.ir.ops.loss import NLL_TERMS
 from msc.ir.printer import format_target
 from msc.ir.values import DTYPE_NAMES, tensor_of
+from msc.ir.walks import num_reads
 
 aten = torch.ops.aten
 
@@ -76,8 +77,8 @@ def _head(terms: fx.Node) -> Head:
     node: fx.Node = given["logits"]
     between: list[fx.Node] = []
     soft_cap = 0.0
-    while node.target is not LINEAR or len(node.users) > 1:
-        if len(node.users) > 1:
+    while node.target is not LINEAR or num_reads(node) > 1:
+        if num_reads(node) > 1:
             reason = (
                 f"logits %{node.name} have {len(node.users)} readers, so they must be in memory"
             )
@@ -135,7 +136,7 @@ def _soft_cap(node: fx.Node) -> tuple[float, list[fx.Node]] | None:
     soft_cap, tanh = outer
     divided = tanh.all_input_nodes[0]
     inner = _factor(divided)
-    if inner is None or len(tanh.users) > 1 or len(divided.users) > 1:
+    if inner is None or num_reads(tanh) > 1 or num_reads(divided) > 1:
         return None
     is_cap = soft_cap > 0 and math.isclose(inner[0] * soft_cap, 1.0)
     return (soft_cap, [node, tanh, divided]) if is_cap else None

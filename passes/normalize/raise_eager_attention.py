@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from msc.ir.passes import GraphPass
+from msc.ir.walks import num_reads
 from msc.passes.normalize.masks import MaskPattern
 from msc.passes.normalize.raise_attention import (
     Masks,
@@ -105,7 +106,7 @@ def _raise(gm: fx.GraphModule, softmax: fx.Node, masks: Masks) -> bool:
 
 def _scores(node: Any, masks: Masks) -> Scores | None:
     """Look through a softmax's operand down to the product; None if it is no attention's."""
-    if not isinstance(node, fx.Node) or len(node.users) != 1 or len(shape_of(node)) != 4:
+    if not isinstance(node, fx.Node) or num_reads(node) != 1 or len(shape_of(node)) != 4:
         return None
     if node.target is aten.matmul.default:
         q, keys = _args(node)
@@ -231,7 +232,7 @@ def _args(node: fx.Node) -> list[Any]:
 
 def _only_reader(node: fx.Node) -> fx.Node | None:
     """What alone reads a value, also through a conversion."""
-    while len(node.users) == 1:
+    while num_reads(node) == 1:
         (node,) = node.users
         if node.target is not aten.to.dtype:
             return node

@@ -21,6 +21,7 @@ from torch import fx
 
 from msc.ir.ops.linear import LINEAR
 from msc.ir.passes import BIT_EXACT, GraphPass
+from msc.ir.walks import num_reads
 from msc.passes.normalize.rewrite import (
     Emitter,
     aten,
@@ -54,7 +55,7 @@ class SplitSlices(GraphPass):
 
 def _with_bias(linear: fx.Node) -> fx.Node:
     """The sum of a linear and its bias, where normalization has taken them apart."""
-    if len(linear.users) == 1:
+    if num_reads(linear) == 1:
         (user,) = linear.users
         if user.target is aten.add.Tensor and shape_of(user) == shape_of(linear):
             return user

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 import msc.ir.ops  # noqa: F401  (registers torch.ops.msc)
+from msc.ir.walks import num_reads
 from msc.passes.normalize.dead_code import remove_dead_code
 from msc.passes.normalize.rewrite import (
     Emitter,
@@ -104,7 +105,7 @@ def _arguments(linear: fx.Node) -> dict[str, Any]:
 def _bias(linear: fx.Node) -> fx.Node | None:
     """The parameter that is added to all that a linear gives."""
     users = list(linear.users)
-    if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
+    if num_reads(linear) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
         return None
     others = [node for node in users[0].all_input_nodes if node is not linear]
     if len(others) != 1 or not is_parameter(others[0]):

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from msc.ir.ops.library import compute_dtype
+from msc.ir.walks import num_reads
 from msc.passes.normalize.rewrite import Emitter, aten, named_arguments, shape_of
 from msc.passes.rewrites.origins import Origins
 
@@ -265,4 +266,4 @@ def _with_vector(node: fx.Node, target: Any, origins: Origins) -> tuple[fx.Node,
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
+    return next(iter(node.users)) if num_reads(node) == 1 else None

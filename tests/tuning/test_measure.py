@@ -90,6 +90,8 @@ def test_a_program_runs_each_call_the_fastest_way(interpret: None, measured: Mea
     )
     program = msc.compile(*model(), tuned=tuned)
     lines = program.kernels().lines
+    kinds = len(lines) - 2
+    assert lines[1] == f"{kinds} of {kinds} kinds of calls were measured here"
     (line,) = (each for each in lines if each.startswith("msc.linear_epilogue in up"))
     assert line.endswith("measured: 1.0 us, ATen 3.0 us")
     products = [each for each in program.kernels().sources if each.name.startswith("gemm_mk_nk")]
@@ -199,6 +201,13 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, message:
         msc.compile(*model(), tuned=file)
     with pytest.raises(msc.UserError, match=message):
         msc.tune(*model(), file)
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(msc.UserError, match="finds no CUDA device here"):
+        msc.tune(*model(), tmp_path / "tuned.json", device="cuda")
+    with pytest.raises(msc.UserError, match="device is 'tpu'; it is 'cpu', 'cuda', or None"):
+        msc.tune(*model(), tmp_path / "tuned.json", device="tpu")
 
 
 def test_what_tune_decides_by_itself_cannot_be_given(tmp_path: Path) -> None:
