@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,14 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from msc.capture.captured import has_values
-from msc.codegen.devices import on_device
-from msc.codegen.kernel_calls.choice import KernelChoice, choose
+from msc.codegen.kernel_calls.choice import KernelChoice
 from msc.codegen.kernel_calls.device import kernels_for
 from msc.cost import Cluster
 from msc.cost.measurements import Measurements
 from msc.ir.dump import Dump
 from msc.ir.errors import InputError, UserError
-from msc.ir.flags import TRITON
 from msc.ir.inline import inline
 from msc.ir.layout import BufferLayout, InputLayout, ParameterLayout, class_names, rank_class
 from msc.ir.mesh import Mesh
@@ -29,15 +26,12 @@ from msc.ir.plan import Plan
 from msc.ir.serialize import fingerprint, graphs_to_json
 from msc.program_dump import write_dump
 from msc.report import CompileReport
-from msc.runtime.fused_kernels.cuda import virtual_together
-from msc.runtime.fused_kernels.queues import Together
-from msc.runtime.fused_kernels.virtual import VirtualKernels
 from msc.runtime.memory.predict import MemoryPredictor
 from msc.runtime.simulate import SimulationResult, simulate_program
 from msc.runtime.state import RankState
-from msc.runtime.virtual import VirtualExecutor
 from msc.saved_tensors import SavedTensors
 from msc.step_result import StepResult, put_together
+from msc.virtual_runs import VirtualRuns
 from msc.worlds import World
 
 if TYPE_CHECKING:
@@ -108,8 +102,7 @@ class Program:
         self.recipe = recipe
         self._digests = digests
         self.pass_results = pass_results
-        self._choices: dict[tuple[str, bool, str], KernelChoice] = {}
-        self._executors: dict[tuple[torch.device, str], VirtualExecutor] = {}
+        self.virtual_runs = VirtualRuns(mesh, rank_graphs, self.class_of, measured)
 
     # -- graphs
 
@@ -159,24 +152,7 @@ class Program:
         """
         if target is not None:
             return KernelChoice(kernels_for(target)).look_at(self.rank_graphs)
-        return self._kernels_on("cuda" if torch.cuda.is_available() else "cpu")
-
-    def _kernels_on(self, device: str, shared: bool = False) -> KernelChoice:
-        """The choice for a device, that of explanations and of virtual ranks: it knows failures.
-
-        shared: a CUDA device that all ranks of a group run on.
-        """
-        key = (device, shared, TRITON.text)
-        if key not in self._choices:
-            unfused = _without_coroutines() if device == "cpu" else ""
-            self._choices[key] = choose(
-                torch.device(device),
-                self.rank_graphs,
-                self.measured,
-                shared=shared,
-                unfused=unfused,
-            )
-        return self._choices[key]
+        return self.virtual_runs.choice("cuda" if torch.cuda.is_available() else "cpu")
 
     def memory_bytes(self) -> list[int]:
         """Predicted peak of live bytes of one rank of each class: state, gradients, activations.
@@ -360,22 +336,6 @@ class Program:
 
     # -- running
 
-    def _virtual_on(self, device: torch.device) -> VirtualExecutor:
-        """What runs all ranks on one device, in the kernels that are chosen for it."""
-        choice = self._kernels_on(device.type, shared=device.type == "cuda")
-        key = (device, TRITON.text)
-        if key not in self._executors:
-            graphs = self.rank_graphs
-            if device.type != "cpu":
-                graphs = [on_device(graph, device) for graph in graphs]
-            kernels = None
-            if choice.has_fused:
-                kernels = VirtualKernels(choice, device, _together_on(device))
-            self._executors[key] = VirtualExecutor(
-                self.mesh, lambda rank: graphs[self.class_of(rank)], choice=choice, kernels=kernels
-            )
-        return self._executors[key]
-
     def run_virtual(
         self, batch: Any, state: list[RankState] | None = None, seed: int = 0
     ) -> StepResult:
@@ -397,7 +357,7 @@ class Program:
             for rank in ranks
         ]
         held = (value.device for each in state for value in each.parameters.values())
-        outputs = self._virtual_on(next(held, torch.device("cpu"))).run(arguments)
+        outputs = self.virtual_runs.executor(next(held, torch.device("cpu"))).run(arguments)
         for rank in ranks:
             state[rank].advance(self.rank_graph(rank), outputs[rank])
         result = put_together(
@@ -479,26 +439,6 @@ class Program:
         from msc.saving import save_program
 
         save_program(self, folder)
-
-
-def _together_on(device: torch.device) -> Callable[[int], Together]:
-    """What runs the fused kernels of several ranks on one device."""
-    if device.type == "cuda":
-        return virtual_together
-    # what interprets kernels of several ranks is loaded only where that is asked for
-    from msc.testing.interpreter.queues import interpreted_together
-
-    return interpreted_together
-
-
-def _without_coroutines() -> str:
-    """Why the kernels of several ranks cannot run together in the interpreter, or ""."""
-    if importlib.util.find_spec("greenlet") is not None:
-        return ""
-    return (
-        "in the interpreter ranks run their kernels in turns, in coroutines of greenlet, which is "
-        "not installed (pip install greenlet)"
-    )
 
 
 def load(folder: str | Path, rank: int | None = None) -> Program:

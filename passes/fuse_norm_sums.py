@@ -34,7 +34,7 @@ from msc.ir.ops.norm_sum import (
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.rewrites import Finding
 from msc.ir.values import tensor_of
-from msc.ir.walks import num_reads
+from msc.ir.walks import is_before, num_reads
 from msc.passes.block_graphs import block_graphs
 from msc.passes.compilation import Compilation
 from msc.passes.several_results import call_before, take_over
@@ -107,7 +107,7 @@ def _against_forward(norm: fx.Node, total: fx.Node) -> str:
     """Why a norm cannot take the sum that it reads, or ""."""
     if reason := _against_sum(total):
         return reason
-    if any(_is_before(reader, norm) for reader in total.users):
+    if any(is_before(reader, norm) for reader in total.users):
         return "something else reads the sum before the norm can be made"
     return ""
 
@@ -129,7 +129,7 @@ def _against_backward(norm: fx.Node, total: fx.Node) -> str:
     (own,) = (item for item in norm.users if item.args[1] == 0)
     if num_reads(own) > 1 or total.args.count(own) > 1:
         return "something else reads the gradient without the sum"
-    if any(_is_before(reader, total) for item in norm.users for reader in item.users):
+    if any(is_before(reader, total) for item in norm.users for reader in item.users):
         return "the gradient of its weight is read before the sum can be made"
     return ""
 
@@ -140,10 +140,6 @@ def _against_sum(total: fx.Node) -> str:
     if any(each.shape != value.shape or each.dtype != value.dtype for each in operands):
         return "the sum is of several shapes or dtypes"
     return "" if value.is_contiguous() else "the sum is not contiguous"
-
-
-def _is_before(reader: fx.Node, node: fx.Node) -> bool:
-    return reader is not node and reader.op != "output" and reader < node
 
 
 def _fuse_forward(norm: fx.Node, total: fx.Node) -> None:

@@ -491,17 +491,3 @@ def test_an_export_error_is_one_message(models: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: The program depends on .*\n", done.stderr)
-
-
-def test_what_was_tuned_reaches_the_program(models: str, tmp_path: Path) -> None:
-    file = str(tmp_path / "tuned.json")
-    result = run("tune", f"{models}:build", file, "--mesh", "tp=2", "--device", "cpu")
-    assert result.exit_code == 0
-    assert result.stdout.startswith(f"{file}: ")
-    for command in (("compile",), ("simulate", "--cluster", "a100"), ("explain",)):
-        name, *rest = command
-        again = run(name, f"{models}:build", "--mesh", "tp=2", "--tuned", file, *rest)
-        assert again.exit_code == 0
-    refused = run("compile", f"{models}:build", "--tuned", f"{file}.missing")
-    assert refused.exit_code == 2
-    assert "'msc tune' writes them" in " ".join(refused.stderr.split())

@@ -9,7 +9,7 @@ import torch
 
 from msc.codegen.kernels.description import INTERPRETER, SM_80, SM_90, TARGETS, Target
 from msc.codegen.kernels.launch import interpreting
-from msc.cost.measurements import device_name
+from msc.cost.hardware import device_name
 from msc.ir.errors import UserError
 from msc.ir.flags import TRITON
 

@@ -6,13 +6,11 @@ import hashlib
 import json
 import math
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from msc.ir.communication import FUSED
@@ -160,22 +158,3 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
     return repr(value)
-
-
-def device_name(device: torch.device, interpreted: bool = False) -> str:
-    """What a device is called, the same for equal ones: times of one are of use on the others.
-
-    interpreted: kernels run in Triton's interpreter.
-    """
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_processor()}{', interpreted' if interpreted else ''}"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

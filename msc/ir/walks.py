@@ -36,3 +36,8 @@ def num_reads(node: fx.Node) -> int:
     for user in node.users:
         fx.map_arg((user.args, user.kwargs), count)
     return found
+
+
+def is_before(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a node of a graph comes before another one; its output comes behind all."""
+    return node.op != "output" and node < other

@@ -12,7 +12,8 @@ from torch import nn
 
 from msc.codegen.kernel_calls.device import kernels_on
 from msc.compiler import compile as compile_program
-from msc.cost.measurements import Measurements, device_name
+from msc.cost.hardware import device_name
+from msc.cost.measurements import Measurements
 from msc.ir.errors import UserError
 from msc.tuning.fused import fused_calls, measure_fused
 from msc.tuning.kernels import kernel_calls, measure_call

@@ -32,7 +32,7 @@ from msc.ir.ops.linear import LINEAR
 from msc.ir.ops.norm_sum import ADD_LAYER_NORM, ADD_RMS_NORM
 from msc.ir.printer import format_target
 from msc.ir.values import tensor_of
-from msc.ir.walks import num_reads
+from msc.ir.walks import is_before, num_reads
 
 _aten = torch.ops.aten
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
@@ -139,7 +139,7 @@ def _against_gate(
         return "the weights of gate and up are not stored alike"
     last = max(gate, up)
     readers = [reader for each in (gate, up) for reader in each.users if reader is not node]
-    if any(_is_before(reader, last) for reader in readers):
+    if any(is_before(reader, last) for reader in readers):
         return "one product is read before the other can be made"
     return _layout(node, gate)
 
@@ -203,7 +203,7 @@ def _against_sum(node: fx.Node, product: fx.Node, other: fx.Node) -> str:
     if one.shape != two.shape or one.dtype != two.dtype:
         return f"{two.dtype} {tuple(two.shape)} is not of the product's shape and dtype"
     call: Any = product.args[0] if product.target is operator.getitem else product
-    if any(_is_before(reader, node) for reader in _readers(call)) or call in other.all_input_nodes:
+    if any(is_before(reader, node) for reader in _readers(call)) or call in other.all_input_nodes:
         return "what the activation reads is needed before the sum can be made"
     return _layout(node, product)
 
@@ -213,10 +213,6 @@ def _readers(call: fx.Node) -> list[fx.Node]:
     if call.target is LINEAR:
         return []
     return [reader for item in call.users for reader in item.users if item.args[1] != 0]
-
-
-def _is_before(node: fx.Node, other: fx.Node) -> bool:
-    return node.op != "output" and node < other
 
 
 def _layout(node: fx.Node, product: fx.Node) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from msc.cost.hardware import processor_name
 from msc.ir.errors import UserError
 from msc.runtime.doctor.check import Check, Known, Reference
 
@@ -18,15 +18,7 @@ from msc.runtime.doctor.check import Check, Known, Reference
 def machine_kind() -> dict[str, Any]:
     """What two machines must share for one to be the other's reference."""
     names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    return {"processor": _processor(), "cores": os.cpu_count(), "devices": names}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
+    return {"processor": processor_name(), "cores": os.cpu_count(), "devices": names}
 
 
 def load_reference(file: Path, quick: bool) -> Reference:

@@ -104,26 +104,14 @@ class Controller:
             self._news += self._watch.look()
         if self._news:
             faults = self._watch.first_causes(self._news) if self._recovers else self._news
-            if faults is not None and not self._sizes_will_be_told(faults):
+            early = faults and self._resizing.will_learn(self._ranks, faults, self._patience_s)
+            if faults is not None and not early:
                 self._news = []
                 self._begin_repair(faults)
         elif self._ranks.are_all(Stage.ENDED):
             self.code = 0
         else:
             self._advance()
-
-    def _sizes_will_be_told(self, faults: Sequence[Fault]) -> bool:
-        """Whether processes ended so early that nobody has told on how many ranks the run can be.
-
-        The others are let start for as long as they may take: they will say it.
-        """
-        if not self._resizing.must_learn:
-            return False
-        dead = {fault.rank for fault in faults if fault.rank is not None and not fault.final}
-        early = [m for m in self._ranks.members if m.rank in dead and m.stage is Stage.STARTS]
-        others = len(dead) < len(self._ranks.members)
-        late = time.monotonic() - self._ranks.since > self._patience_s
-        return len(early) == len(faults) and others and not late
 
     # -- nodes
 

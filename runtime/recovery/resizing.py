@@ -31,10 +31,18 @@ class Resizing:
         """How many ranks the run was started for."""
         return len(self.places.full)
 
-    @property
-    def must_learn(self) -> bool:
-        """Whether it may go on with fewer ranks, and none has told yet on how many."""
-        return self._least < self.whole and not self.sizes.known
+    def will_learn(self, ranks: Ranks, faults: Sequence[Fault], patience_s: float) -> bool:
+        """Whether processes ended so early that nobody has told on how many ranks the run can be.
+
+        The others are let start for as long as they may take, `patience_s`: they will say it.
+        """
+        if self._least >= self.whole or self.sizes.known:
+            return False
+        dead = {fault.rank for fault in faults if fault.rank is not None and not fault.final}
+        early = [m for m in ranks.members if m.rank in dead and m.stage is Stage.STARTS]
+        others = len(dead) < len(ranks.members)
+        late = time.monotonic() - ranks.since > patience_s
+        return len(early) == len(faults) and others and not late
 
     def gone(self, ranks: Ranks, faults: Iterable[Fault]) -> set[Place]:
         """The places on which no process will do, or that have no node to be on, after faults.

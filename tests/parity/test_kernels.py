@@ -139,7 +139,7 @@ def test_the_memory_of_a_step_is_predicted(entries: set[str]) -> None:
     graph = program.rank_graph(0)
     given = program.initial_state(0).arguments(graph, program.local_inputs(ids(1), 0))
     with StorageMeter(given) as meter:
-        program._virtual_on(torch.device("cpu")).run([given])
+        program.virtual_runs.executor(torch.device("cpu")).run([given])
     predicted = MemoryPredictor(program.kernels("interpreter")).bytes(graph)
     assert predicted == pytest.approx(meter.peak, rel=0.02)
     assert {"adam", "gemm", "norm_backward", "dropout"} <= entries

@@ -85,7 +85,7 @@ def check_one_rank(program: Program) -> None:
     given = arguments(program, 0)
     held = sum(value.nbytes for value in given)
     with StorageMeter(given) as meter:
-        program._virtual_on(torch.device("cpu")).run([given])
+        program.virtual_runs.executor(torch.device("cpu")).run([given])
     assert activations(program, 0, held) == pytest.approx(meter.peak - held, rel=TOLERANCE)
 
 
