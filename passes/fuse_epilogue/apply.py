@@ -72,7 +72,7 @@ def _fused(place: Place, settings: Settings) -> str:
     """Fuse a place; what was done."""
     kept = isinstance(place, (Activation, Gate)) and place.keep
     node = fuse(place)
-    what = "what the backward reads is stored too" if kept else "one result is stored"
+    what = "one op with its product" + "; what the backward reads is stored too" * kept
     cluster = settings.cost.cluster
     if cluster is None:
         return what
