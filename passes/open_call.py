@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from msc.ir.call_paths import CallPaths
 from msc.ir.communication import subgraph
 from msc.ir.structure import placeholders
 
@@ -18,13 +19,14 @@ def open_call(gm: fx.GraphModule, call: fx.Node) -> tuple[Any, ...]:
     tuple of results whole; where there are none it is dead.
     """
     inner = subgraph(gm, call)
+    paths = CallPaths().of(call, inner)
     env: dict[fx.Node, fx.Node] = dict(zip(placeholders(inner), call.args, strict=True))  # type: ignore[arg-type]
     with gm.graph.inserting_before(call):
         for node in inner.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
             env[node] = copied = gm.graph.node_copy(node, env.__getitem__)
-            copied.meta = dict(node.meta)
+            copied.meta = paths.meta(node)
             if node.op == "call_module":
                 copied.target = _added(
                     gm, str(call.target), str(node.target), subgraph(inner, node)

@@ -7,14 +7,18 @@
                                                      wait(%r1)
 
 The last backward of each chunk is opened up to its blocks, so that a bucket can leave while earlier
-layers are still being differentiated (Li et al., VLDB 2020). Numerics: kept bit for bit.
+layers are still being differentiated (Li et al., VLDB 2020). Of the step's last backward the first
+and the last layer are opened up to their ops: where gradients are made faster than they travel, the
+sooner the first bucket leaves the sooner the last one ends, and where they travel faster, only what
+the last layer makes is left when the computing ends. Numerics: kept bit for bit.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,11 +30,16 @@ from msc.ir.communication import group_of, is_communication, subgraph
 from msc.ir.groups import Group
 from msc.ir.passes import BIT_EXACT, GraphPass
 from msc.ir.walks import num_reads
+from msc.passes.block_time import block_time
+from msc.passes.call_cost import call_cost
+from msc.passes.compilation import Compilation, Settings
 from msc.passes.open_call import open_call
 
 _c10d = torch.ops._c10d_functional
 _REDUCTIONS = {_c10d.all_reduce.default, _c10d.reduce_scatter_tensor.default}
 _FLATTENS = {actions.flatten, actions.flatten_shards}
+_SMALL = 0.1
+"""What takes less than this part of the longest gradient of a bucket does not keep the bucket."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +53,21 @@ class ReduceEarly(GraphPass):
         """Rank graphs."""
         return name.startswith("rank.")
 
-    def run(self, gm: fx.GraphModule, unit: Any) -> int:
+    def run(self, gm: fx.GraphModule, unit: Compilation) -> int:
         moved = 0
         starts = Counter(group_of(n) for n in gm.graph.nodes if n.target in _REDUCTIONS)
-        for total, call in _last_sums(gm):
+        sums = _last_sums(gm)
+        last = max((call for _, call in sums), default=None)
+        for total, call in sums:
             buckets = [n for n in gm.graph.nodes if _is_bucket(n, total, starts)]
             if not buckets:
                 continue
             _, parts = open_call(gm, call)
+            if call is last:
+                numbers = {number for bucket in buckets for number in _numbers(bucket)}
+                parts = _opened_at_its_ends(gm, parts, numbers, unit.settings)
             for bucket in buckets:
+                _make_sooner([parts[number] for number in _numbers(bucket)], unit.settings)
                 _move(gm, bucket, total, parts)
             _sum_the_rest(gm, total, parts)
             moved += len(buckets)
@@ -105,9 +120,74 @@ def _is_bucket(node: fx.Node, total: fx.Node, starts: Mapping[str, int]) -> bool
     )
 
 
-def _move(gm: fx.GraphModule, bucket: fx.Node, total: fx.Node, parts: Sequence[fx.Node]) -> None:
+def _opened_at_its_ends(
+    gm: fx.GraphModule, parts: Sequence[fx.Node], numbers: Iterable[int], settings: Settings
+) -> Sequence[fx.Node]:
+    """Open the first and the last calls that give some of a backward's results; those results.
+
+    From each end as many as take as long as the longest call: a head or an embedding is short.
+    """
+    found = {node.args[0] for node in map(parts.__getitem__, numbers) if _is_result(node)}
+    calls = sorted(node for node in found if isinstance(node, fx.Node))
+    times = [block_time(list(subgraph(gm, call).graph.nodes), settings) for call in calls]
+    ends = [*_first(calls, times), *_first(calls[::-1], times[::-1])]
+    for call in dict.fromkeys(ends):
+        picked = {n: n.args[1] for n in parts if n.target is operator.getitem and n.args[0] is call}
+        results = open_call(gm, call)
+        parts = [results[picked[n]] if n in picked else n for n in parts]  # type: ignore[index]
+    return parts
+
+
+def _first(calls: Sequence[fx.Node], times: Sequence[float]) -> Sequence[fx.Node]:
+    """The first calls, up to the time of the longest."""
+    for count, total in enumerate(itertools.accumulate(times), start=1):
+        if total >= max(times):
+            return calls[:count]
+    return calls
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node is a result of a call."""
+    of = node.args[0] if node.target is operator.getitem else None
+    return isinstance(of, fx.Node) and of.op == "call_module"
+
+
+def _numbers(bucket: fx.Node) -> list[int]:
+    """Which gradients of its chunk a bucket holds."""
     items: Any = bucket.args[0]
-    numbers = [item.args[1] for item in items]
+    return [item.args[1] for item in items]
+
+
+def _make_sooner(gradients: Sequence[fx.Node], settings: Settings) -> None:
+    """Move what is quickly made, such as a bias' gradient, right behind what it is made of.
+
+    It may stand where it hides a collective of its block, with the bucket behind it.
+    """
+    slow = _SMALL * max(_cost(node, settings) for node in gradients)
+
+    def quick(node: fx.Node) -> bool:
+        moves = node.op == "call_function" and not is_communication(node)
+        return moves and _cost(node, settings) < slow
+
+    for gradient in filter(quick, gradients):
+        chain = [gradient]
+        while (own := chain[-1].all_input_nodes) and len(own) == 1 and len(own[0].users) == 1:
+            if not quick(own[0]):
+                break
+            chain.append(own[0])
+        made_of = chain[-1].all_input_nodes
+        if made_of and (anchor := max(made_of)).op != "placeholder":
+            for node in reversed(chain):
+                anchor.append(node)
+                anchor = node
+
+
+def _cost(node: fx.Node, settings: Settings) -> float:
+    return call_cost(node, settings) if node.op == "call_function" else 0.0
+
+
+def _move(gm: fx.GraphModule, bucket: fx.Node, total: fx.Node, parts: Sequence[fx.Node]) -> None:
+    numbers = _numbers(bucket)
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
     anchor = max((parts[number] for number in numbers), key=order.__getitem__)
     with gm.graph.inserting_after(anchor):

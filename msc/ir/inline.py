@@ -4,8 +4,8 @@
     %x = %h2[0]                           ->    %h_2_mm = aten.mm(%h_2_norm, %w2)  # h.2.fc
     return (%x,)                                return (%h_2_mm,)
 
-The graph of equal layers carries the module paths of the first of them; inlined nodes get those of
-the layer that the call stands for. Numerics: kept bit for bit; the same ops in the same order.
+Inlined nodes get the module paths of the layer that the call stands for (`msc.ir.call_paths`).
+Numerics: kept bit for bit; the same ops in the same order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import fx
 
+from msc.ir.call_paths import CallPaths
 from msc.ir.communication import subgraph
-from msc.ir.structure import layer_of, placeholders
+from msc.ir.structure import placeholders
 
 
 def inline(gm: fx.GraphModule) -> fx.GraphModule:
@@ -29,7 +30,7 @@ def inline(gm: fx.GraphModule) -> fx.GraphModule:
     Raises `VerifyError` for a call of what is no graph, or one with keyword arguments.
     """
     inliner = _Inliner({node.name for node in gm.graph.nodes})
-    result = inliner.copy(gm, {}, "", ("", ""))
+    result = inliner.copy(gm, {}, "", CallPaths())
     inliner.graph.output(result)
     inliner.graph.output_node().meta = dict(gm.graph.output_node().meta)
     flat = fx.GraphModule(inliner.attributes, inliner.graph)
@@ -49,15 +50,12 @@ class _Inliner:
         gm: fx.GraphModule,
         values: dict[fx.Node, Any],
         prefix: str,
-        renamed: tuple[str, str],
-        before: tuple[str, str] = ("", ""),
+        paths: CallPaths,
     ) -> Any:
         """Copy the nodes of `gm` and return its result.
 
         values: what stands for a node of `gm`: a node, or a structure of nodes for the results of
             a call. Placeholders that it lacks become placeholders.
-        renamed: a layer's module path in `gm`, and the one that its nodes get; before: the same of
-            the nodes that come from the call before.
         """
         for node in gm.graph.nodes:
             if node.op == "output":
@@ -66,16 +64,12 @@ class _Inliner:
                 continue
             args = fx.map_arg(node.args, values.__getitem__)
             if node.op == "call_module":
-                values[node] = self._call(gm, node, args, prefix, renamed)
+                values[node] = self._call(gm, node, args, prefix, paths)
             elif node.target is operator.getitem and not isinstance(args[0], fx.Node):
                 values[node] = args[0][args[1]]
             else:
                 values[node] = self._node(gm, node, args, values, prefix)
-                values[node].meta = dict(node.meta)
-                of_before = values[node].meta.pop("of_call_before", False)
-                if path := node.meta.get("module_path"):
-                    new = before if of_before else renamed
-                    values[node].meta["module_path"] = _renamed(path, new)
+                values[node].meta = paths.meta(node)
         raise ValueError("a graph without an output cannot be inlined")
 
     def _call(
@@ -84,16 +78,12 @@ class _Inliner:
         node: fx.Node,
         args: tuple[Any, ...],
         prefix: str,
-        renamed: tuple[str, str],
+        paths: CallPaths,
     ) -> Any:
         callee = subgraph(gm, node)
-        path = _renamed(node.meta.get("module_path") or "", renamed)
-        inner = (_home(callee, False), path) if path else renamed
-        path_before = _renamed(node.meta.get("module_path_before", ""), renamed)
-        before = (_home(callee, True), path_before)
         values = dict(zip(placeholders(callee), args, strict=True))
-        name = path.replace(".", "_") or node.name
-        return self.copy(callee, values, f"{prefix}{name}_", inner, before)
+        name = paths.path(node).replace(".", "_") or node.name
+        return self.copy(callee, values, f"{prefix}{name}_", paths.of(node, callee))
 
     def _node(
         self,
@@ -118,28 +108,6 @@ class _Inliner:
             name = f"{wanted}_{self._copies[wanted]}"
         self._names.add(name)
         return name
-
-
-def _home(gm: fx.GraphModule, of_before: bool) -> str:
-    """The path of the one layer whose nodes a graph holds; empty if there is none, or several.
-
-    of_before: of those nodes that come from the call before, or of the others.
-    """
-    found: set[str] = set()
-    for node in gm.graph.nodes:
-        if node.meta.get("of_call_before", False) != of_before:
-            continue
-        layer = layer_of(node.meta.get("module_path") or "")
-        if layer is not None:
-            found.add(f"{layer[0]}.{layer[1]}" if layer[0] else str(layer[1]))
-    return found.pop() if len(found) == 1 else ""
-
-
-def _renamed(path: str, renamed: tuple[str, str]) -> str:
-    old, new = renamed
-    if old and (path == old or path.startswith(f"{old}.")):
-        return new + path[len(old) :]
-    return path
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> Any:

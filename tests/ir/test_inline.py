@@ -149,8 +149,19 @@ def test_only_paths_of_the_layer_are_rewritten() -> None:
 
 def test_a_layer_of_another_container_takes_its_path() -> None:
     two_layers = ["encoder.h.0.fc", "0"]
-    assert paths(*two_layers, called="1") == two_layers  # which of them is the call's? No guess.
+    assert paths(*two_layers, called="g.1") == two_layers  # which of them is the call's? No guess.
+    assert paths(*two_layers, called="1") == ["encoder.h.0.fc", "1"]
     assert paths("encoder.h.0.fc", called="decoder.h.4") == ["decoder.h.4.fc"]
+
+
+def test_a_node_of_the_layer_before_is_of_the_layer_before_the_call() -> None:
+    """A residual sum of the layer before may stand in a layer's graph."""
+    found = paths("h.1.fc", "h.0", "h.1.norm", "g.0", called="h.12")
+    assert found == ["h.12.fc", "h.11", "h.12.norm", "g.0"]
+
+
+def test_a_call_of_no_layer_keeps_paths() -> None:
+    assert paths("head", "h.3", called="head") == ["head", "h.3"]
 
 
 def test_a_call_without_a_path_keeps_paths() -> None:
