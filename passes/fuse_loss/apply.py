@@ -4,12 +4,14 @@
     %r = aten.reshape(%y, [32, 64])            ->    %t = msc.linear_nll_terms(%r, %w, None,
     %t = msc.nll_terms(%r, %labels, start=%s)            %labels, %s, False, 0.0)
 
-Between the two may stand what moves or picks rows (views, slices, transposes), a soft cap, and a
-conversion of half types to float32, in which the op computes anyway. Logits that something else
+Between the two may stand what moves or picks rows (views, slices, transposes), a number that scales
+them, which then scales rows of x, a soft cap, and a conversion of half types to float32, in which
+the op computes anyway. Logits that something else
 reads, or that a collective or anything else makes of a layer's result, stay, with the reason. The
 gradient is one op too: another one for the weight, which a schedule could delay, would have to make
 the logits a third time. A schedule that splits the backward takes both with the input gradients.
-Numerics: sums in another order; the soft cap of half types is computed in float32.
+Numerics: sums in another order; logits of half types are capped in float32, and scaled before they
+are rounded.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class FuseLoss(UnitPass):
     """One op in place of each linear layer and the cross entropy of its result."""
 
     name: ClassVar[str] = "fuse-loss"
-    numerics: ClassVar[str] = "sums in another order; soft caps of half types in float32"
+    numerics: ClassVar[str] = "sums in another order; half types capped in float32, scaled before rounding"
 
     def run(self, unit: Compilation) -> int:
         if not unit.settings.fuse_loss:

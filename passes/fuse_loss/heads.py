@@ -39,7 +39,7 @@ _COPIES = (aten.clone.default, aten.contiguous.default)
 
 @dataclass(frozen=True)
 class Move:
-    """A call that moves or picks rows of logits, as one that does the same to rows of x.
+    """A call that moves, picks or scales rows of logits, as one that does the same to rows of x.
 
     node: the call; args: those of its target after x; dim: of the result, that of the features.
     """
@@ -76,7 +76,9 @@ def _head(terms: fx.Node) -> Head:
     given = arguments(NLL_TERMS, terms.args, terms.kwargs)
     node: fx.Node = given["logits"]
     between: list[fx.Node] = []
+    moving: list[fx.Node] = []
     soft_cap = 0.0
+    scaled = False
     while node.target is not LINEAR or num_reads(node) > 1:
         if num_reads(node) > 1:
             reason = (
@@ -84,22 +86,29 @@ def _head(terms: fx.Node) -> Head:
             )
             return Head(terms, _layer(node), reason=reason)
         capped = None if soft_cap else _soft_cap(node)
+        if capped is not None and scaled:
+            return Head(terms, _layer(node), reason="its logits are scaled behind a soft cap")
         if capped is not None:
             soft_cap, passed = capped
             between += passed
-        elif node.target in _MOVES or node.target in _COPIES or _is_made_wide(node):
+        elif node.target in _MOVES or _factor(node) is not None:
+            scaled = scaled or node.target not in _MOVES
+            between.append(node)
+            moving.append(node)
+        elif node.target in _COPIES or _is_made_wide(node):
             between.append(node)
         else:
             return Head(terms, _layer(node), reason=_in_the_way(node))
         node = between[-1].all_input_nodes[0]
     if tensor_of(given["target"]).dim() == 0:
         return Head(terms, node, reason="its logits are those of one row, with no dim of rows")
-    between.reverse()
+    if scaled and arguments(LINEAR, node.args, node.kwargs)["b"] is not None:
+        return Head(terms, node, reason="its logits are scaled behind a bias")
     try:
-        moves = _moves(node, [each for each in between if each.target in _MOVES])
+        moves = _moves(node, moving[::-1])
     except _OfTheVocabularyError as error:
         return Head(terms, node, reason=str(error))
-    return Head(terms, node, tuple(between), moves, soft_cap)
+    return Head(terms, node, tuple(between[::-1]), moves, soft_cap)
 
 
 def _layer(node: fx.Node) -> fx.Node | None:
@@ -176,6 +185,8 @@ def _move(node: fx.Node, dim: int, features: int) -> tuple[tuple[Any, ...], int]
     """
     before, after = tensor_of(node.all_input_nodes[0]), tensor_of(node)
     args: Any = node.args[1:]
+    if _factor(node) is not None:
+        return args, dim
     if node.target is aten.reshape.default:
         last = before.dim() - 1
         if dim == last and after.shape[-1] == before.shape[-1]:

@@ -60,7 +60,7 @@ def calls(program: msc.Program, target: Any) -> list[Any]:
 
 
 def flat(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.view(-1, V), labels.view(-1))
+    return functional.cross_entropy(logits.reshape(-1, V), labels.reshape(-1))
 
 
 def shifted(logits: Tensor, labels: Tensor) -> Tensor:
@@ -81,6 +81,14 @@ def capped(logits: Tensor, labels: Tensor) -> Tensor:
     return flat(2.5 * torch.tanh(logits / 2.5), labels)
 
 
+def scaled(logits: Tensor, labels: Tensor) -> Tensor:
+    return flat(0.3 * logits, labels)
+
+
+def divided_and_capped(logits: Tensor, labels: Tensor) -> Tensor:
+    return capped(logits[:, 1:] / 8.0, labels[:, 1:])
+
+
 def likelihood(logits: Tensor, labels: Tensor) -> Tensor:
     logs = functional.log_softmax(logits.view(-1, V), -1)
     return functional.nll_loss(logs, labels.view(-1), reduction="sum")
@@ -99,6 +107,8 @@ def in_float32(logits: Tensor, labels: Tensor) -> Tensor:
         (classes_second, True),
         (last_position, False),
         (capped, True),
+        (scaled, False),
+        (divided_and_capped, False),
         (likelihood, False),
     ],
 )
@@ -112,8 +122,8 @@ def test_what_is_fused(loss: Callable[[Tensor, Tensor], Tensor], bias: bool) -> 
     assert program.report.notes == ()
     assert (node.args[2] is not None) == bias
     cap = node.args[6] if len(node.args) > 6 else 0.0
-    assert cap == (2.5 if loss is capped else 0.0)
-    rows = N * {shifted: S - 1, last_position: 1}.get(loss, S)  # type: ignore[arg-type]
+    assert cap == (2.5 if loss in (capped, divided_and_capped) else 0.0)
+    rows = N * {shifted: S - 1, divided_and_capped: S - 1, last_position: 1}.get(loss, S)  # type: ignore[arg-type]
     assert node.args[0].meta["val"].shape[:-1].numel() == rows
     torch.manual_seed(0)
     model = Head(loss, bias=bias).double()
@@ -168,8 +178,12 @@ def with_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return flat(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean()
 
 
-def scaled(logits: Tensor, labels: Tensor) -> Tensor:
-    return flat(logits * 0.25, labels)
+def scaled_behind_a_cap(logits: Tensor, labels: Tensor) -> Tensor:
+    return flat(0.5 * torch.tanh(logits), labels)
+
+
+def capped_and_scaled(logits: Tensor, labels: Tensor) -> Tensor:
+    return flat(2.0 * (2.5 * torch.tanh(logits / 2.5)) / 4.0, labels)
 
 
 def cut_vocabulary(logits: Tensor, labels: Tensor) -> Tensor:
@@ -193,10 +207,11 @@ LEFT = [
     ),
     (with_z_loss, torch.float64, r"head: left alone: logits %\w+ have 2 readers"),
     (
-        scaled,
+        scaled_behind_a_cap,
         torch.float64,
-        "head: left alone: aten.mul.Tensor makes its logits, and no linear layer",
+        "head: left alone: aten.tanh makes its logits, and no linear layer",
     ),
+    (capped_and_scaled, torch.float64, "head: left alone: its logits are scaled behind a soft cap"),
     (cut_vocabulary, torch.float64, "head: left alone: aten.slice.Tensor cuts or regroups the voc"),
     (regrouped, torch.float64, "head: left alone: aten.reshape cuts or regroups the vocabulary"),
     (
@@ -220,6 +235,11 @@ def test_what_is_left_alone(
         "fuse_loss=True has no effect: no linear layer could be fused with its loss, as "
         "report.fused_losses says."
     )
+
+
+def test_scaled_logits_of_a_layer_with_a_bias_are_left_alone() -> None:
+    (line,) = compiled(scaled, bias=True).report.fused_losses
+    assert "head: left alone: its logits are scaled behind a bias" in line
 
 
 def test_a_loss_that_is_no_cross_entropy_of_classes() -> None:
