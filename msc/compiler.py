@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from msc.capture import Captured, capture
+from msc.codegen.kernel_calls.device import asked_of_triton
 from msc.cost import Cluster, CostModel
 from msc.cost.measurements import Measurements
 from msc.explanation import Explainer
@@ -137,6 +138,7 @@ def compile(
     _require_bytes(memory)
     _check_backend(backend)
     _check_fusing(fuse_collectives, fuse_loss)
+    asked_of_triton()  # a wrong value is told of now, though compiling does not need it
     optimizer = as_optimizer(optimizer, model)
     dtype, master = _dtype(precision)
     pipeline = TRAIN.with_user_passes(passes or {})

@@ -300,7 +300,14 @@ def _compare_with_eager(
             f"{', '.join(sorted({str(p.dtype) for p in values.values()}))}. dtype= converts both "
             "for the comparison on ranks, not for this one."
         ) from error
-    expected = _gradients(eager, {name: model.get_parameter(name) for name in values})
+    try:
+        expected = _gradients(eager, {name: model.get_parameter(name) for name in values})
+    except Exception as error:
+        raise InputError(
+            "The model itself fails in its backward in eager PyTorch, with "
+            f"{type(error).__name__}: {error}. torch.autograd.set_detect_anomaly(True) shows the "
+            "line of its forward that is the cause."
+        ) from error
     with torch.no_grad():
         for name, buffer in before.items():
             model.get_buffer(name).copy_(buffer)

@@ -246,6 +246,26 @@ def test_options_without_effect_are_noted(options: dict[str, Any], note: str) ->
     assert note in found
 
 
+class OverwritesItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sigmoid(self.linear(x))
+        loss = y.square().mean()
+        y.zero_()  # what the gradient of sigmoid needs
+        return loss + y.sum()
+
+
+def test_a_backward_that_eager_itself_refuses() -> None:
+    with pytest.raises(msc.InputError) as error:
+        msc.verify(OverwritesItself(), (torch.ones(2, 4),), dtype=torch.float64)
+    assert "The model itself fails in its backward in eager PyTorch, with RuntimeError: one of" in (
+        str(error.value)
+    )
+
+
 def test_a_batch_that_the_model_itself_refuses() -> None:
     def loss(output: Tensor) -> Tensor:
         return output.square().mean()

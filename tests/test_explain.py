@@ -233,6 +233,19 @@ def test_what_fell_back_is_said_with_the_reason() -> None:
     assert said not in str(program.explain("first"))
 
 
+def test_what_became_one_op_is_said(tmp_path: Path) -> None:
+    program = msc.compile(models.GPT(tied=False), models.tokens(), mesh="dp=2", fuse_loss=True)
+    found = program.explain().fused
+    assert any(
+        line.startswith("fuse-loss, lm_head: one op with its cross entropy") for line in found
+    )
+    assert any(line.startswith("fuse-epilogue, h.0.up, gelu in the forward") for line in found)
+    assert not any("left alone" in line for line in found)
+    assert "\n\none op in place of several\n  fuse-loss, lm_head: one" in str(program.explain())
+    program.save(tmp_path)
+    assert msc.load(tmp_path).explain().fused == found
+
+
 @pytest.mark.parametrize("mesh", ["", "dp=2", "pp=2"])
 def test_without_tp_there_is_nothing_to_choose(mesh: str) -> None:
     program = gpt(mesh)

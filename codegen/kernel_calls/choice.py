@@ -97,8 +97,8 @@ class OpKernels:
 
 
 _PRODUCT = (
-    "bias and sum in the product's own pass",
-    "cuBLAS adds bias and sum in its own call, and no kernel has been seen to beat it",
+    "product, bias and sum, where there are any, in one pass",
+    "cuBLAS does it all in one call, and no kernel has been seen to beat it",
 )
 _EPILOGUE = (
     "what follows the product is done before its tiles leave the processor",
@@ -168,7 +168,7 @@ class Decision:
 
     def __str__(self) -> str:
         by = f"Triton, {', '.join(self.kernels)}" if self.kernels else "ATen"
-        more = f" and {self.calls - 1} more" if self.calls > 1 else ""
+        more = f" and {self.calls - 1} more calls of the graphs" if self.calls > 1 else ""
         return f"{self.op}{self.where}{more}: {by}: {self.reason}"
 
 

@@ -42,12 +42,7 @@ def kernels_on(device: torch.device) -> Kernels:
     Raises `UserError` for a value of `MSC_TRITON` that does not exist or does not fit the device,
     and where kernels are to be interpreted but Triton was imported to compile them.
     """
-    wish = TRITON.text
-    if wish not in _VALUES:
-        raise UserError(
-            f"{TRITON.name}={wish!r} is not known; it is 'interpret' (kernels in Triton's "
-            "interpreter, on the CPU), 'all' (every kernel there is, on CUDA), 'off', or not set."
-        )
+    wish = asked_of_triton()
     if wish == OFF:
         return Kernels(None, f"{TRITON.name}=off")
     if wish == INTERPRET:
@@ -60,6 +55,16 @@ def kernels_on(device: torch.device) -> Kernels:
             )
         return Kernels(None, f"no kernels run on '{device.type}' but in Triton's interpreter")
     return _on_cuda(device, wish == ALL)
+
+
+def asked_of_triton() -> str:
+    """The value of `MSC_TRITON`; `UserError` for one that does not exist."""
+    if TRITON.text not in _VALUES:
+        raise UserError(
+            f"{TRITON.name}={TRITON.text!r} is not known; it is 'interpret' (kernels in Triton's "
+            "interpreter, on the CPU), 'all' (every kernel there is, on CUDA), 'off', or not set."
+        )
+    return TRITON.text
 
 
 def kernels_for(name: str) -> Kernels:

@@ -14,6 +14,7 @@ from msc.ir.errors import UserError
 from msc.ir.layout import class_names
 from msc.ir.placement import Partial, Replicate
 from msc.ir.plan import PlannedBlock, PlannedPlaceholder
+from msc.ir.rewrites import LEFT_ALONE
 from msc.ir.structure import layer_names, layer_of
 from msc.ir.values import DTYPE_NAMES
 from msc.passes.compilation import Compilation
@@ -68,7 +69,14 @@ def explain(program: Program, explainer: Explainer | None, module: str | None) -
         return _explain_loaded(program, module)
     if module is not None:
         return explainer.why(module)
-    return dataclasses.replace(explainer.overview(), kernels=program.kernels().lines)
+    fused, kernels = _fused(program.report), program.kernels().lines
+    return dataclasses.replace(explainer.overview(), fused=fused, kernels=kernels)
+
+
+def _fused(report: CompileReport) -> tuple[str, ...]:
+    """What the passes have made one op; the report has what they left alone, too."""
+    found = (*report.fused_losses, *report.epilogues, *report.fused_collectives)
+    return tuple(line for line in found if LEFT_ALONE not in line)
 
 
 _LOADED = (
@@ -90,6 +98,7 @@ def _explain_loaded(program: Program, module: str | None) -> Explanation:
         totals=totals(program.rank_graphs, program.class_names, None, program.mesh),
         fallbacks=program.report.fallbacks,
         notes=program.report.notes,
+        fused=_fused(program.report),
         kernels=program.kernels().lines,
         missing=_LOADED,
     )

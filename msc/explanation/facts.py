@@ -133,7 +133,8 @@ class Explanation:
     """Where a program's values lie and what it sends; printing it shows it as text.
 
     cluster: its name; without one costs are in units of the cost model.
-    kernels: which ops run in Triton kernels, and why. reasons: of one module, where one was asked
+    fused: what became one op with what is shown beside it, as a head with its loss; values inside
+    of it are not in memory. kernels: which ops run in Triton kernels, and why. reasons: of one module, where one was asked
     for. missing: what cannot be said, with the reason.
     """
 
@@ -144,6 +145,7 @@ class Explanation:
     totals: tuple[Total, ...] = ()
     fallbacks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    fused: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     reasons: Reasons | None = None
     missing: str = ""

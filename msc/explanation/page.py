@@ -33,6 +33,7 @@ def to_html(explanation: Explanation) -> str:
         *(_part(part, explanation) for part in explanation.parts),
         _reasons(explanation.reasons, explanation) if explanation.reasons is not None else "",
         _totals(explanation),
+        _lines("One op in place of several", explanation.fused),
         _lines("Kernels", explanation.kernels),
         _lines("Fallbacks", explanation.fallbacks),
         _lines("Notes", explanation.notes),

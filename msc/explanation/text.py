@@ -28,6 +28,7 @@ def to_text(explanation: Explanation) -> str:
     if explanation.totals:
         lines += ["", "collectives of one rank per step", *_totals(explanation)]
     sections = {
+        "one op in place of several": explanation.fused,
         "kernels": explanation.kernels,
         "fallbacks": explanation.fallbacks,
         "notes": explanation.notes,

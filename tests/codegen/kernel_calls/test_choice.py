@@ -149,6 +149,8 @@ def test_what_the_flag_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MSC_TRITON", "yes")
     with pytest.raises(msc.UserError, match=r"MSC_TRITON='yes' is not known; it is 'interpret'"):
         kernels_on(CPU)
+    with pytest.raises(msc.UserError, match=r"MSC_TRITON='yes' is not known"):
+        compiled()  # which asks for no device
     monkeypatch.setenv("MSC_TRITON", "all")
     with pytest.raises(msc.UserError, match="needs a CUDA device, and the program runs on 'cpu'"):
         kernels_on(CPU)
@@ -192,7 +194,7 @@ def test_on_a_device_the_library_keeps_plain_products(monkeypatch: pytest.Monkey
     lines = program.kernels("sm_90").lines
     assert lines[0] == "Triton kernels on sm_90: made for sm_90"
     (up,) = [line for line in lines if line.startswith("msc.linear_dgrad in up")]
-    assert up.startswith("msc.linear_dgrad in up: ATen: cuBLAS adds bias and sum in its own call")
+    assert up.startswith("msc.linear_dgrad in up: ATen: cuBLAS does it all in one call")
     (up,) = [line for line in lines if line.startswith("msc.linear_epilogue in up")]
     assert up.startswith("msc.linear_epilogue in up: ATen: cuBLAS, then a pass over memory: no")
     assert any("norm_forward" in line for line in lines)
