@@ -234,7 +234,7 @@ def test_what_fell_back_is_said_with_the_reason() -> None:
 
 
 def test_what_became_one_op_is_said(tmp_path: Path) -> None:
-    program = msc.compile(models.GPT(tied=False), models.tokens(), mesh="dp=2", fuse_loss=True)
+    program = msc.compile(models.GPT(), models.tokens(), mesh="dp=2", fuse_loss=True)
     found = program.explain().fused
     assert any(
         line.startswith("fuse-loss, lm_head: one op with its cross entropy") for line in found

@@ -134,8 +134,8 @@ class Explanation:
 
     cluster: its name; without one costs are in units of the cost model.
     fused: what became one op with what is shown beside it, as a head with its loss; values inside
-    of it are not in memory. kernels: which ops run in Triton kernels, and why. reasons: of one module, where one was asked
-    for. missing: what cannot be said, with the reason.
+    of it are not in memory. kernels: which ops run in Triton kernels, and why. reasons: of one
+    module, where one was asked for. missing: what cannot be said, with the reason.
     """
 
     mesh: str

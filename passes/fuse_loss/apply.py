@@ -36,9 +36,7 @@ class FuseLoss(UnitPass):
     """One op in place of each linear layer and the cross entropy of its result."""
 
     name: ClassVar[str] = "fuse-loss"
-    numerics: ClassVar[str] = (
-        "sums in another order; half types capped in float32, scaled before rounding"
-    )
+    numerics: ClassVar[str] = "sums in another order; half types: capped in float32, rounded later"
 
     def run(self, unit: Compilation) -> int:
         if not unit.settings.fuse_loss:
