@@ -4,7 +4,9 @@
     python benchmarks/checkpoint.py --mib 256 --ranks 2 --saves 2
 
 All modes save the same float32 tensors of 8 MiB, sharded on dim 0, in one run, beside a step that
-sleeps (standing for the device) and computes for a millisecond. Per save, the slowest rank counts:
+sleeps (standing for the device) and computes for a millisecond. A copy can hide behind the first
+four fifths of a step, before the "optimizer": a short step is shorter than the copy, a long one
+longer. Per save, the slowest rank counts:
 
     stall      how long the training loop was stopped: the call, and the wait before the "optimizer"
     slowest    the slowest step while the save was being written, over the median of all steps
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -62,7 +65,6 @@ from msc.runtime.checkpoint.writer_process import WriterProcess  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 ROWS, COLUMNS = 1024, 2048  # 8 MiB
-STEP_S = 0.05
 BEFORE_UPDATE = 0.8  # of the step, forward and backward
 LIMIT_S = 300.0
 
@@ -211,15 +213,15 @@ MODES: dict[str, Make] = {
 
 
 def measure(
-    candidate: Candidate, raw: Callable[[int], float], saves: int, quiet: int
+    candidate: Candidate, raw: Callable[[int], float], step_s: float, options: argparse.Namespace
 ) -> list[dict[str, float]]:
     """The saves of one candidate, the first of which makes buffers and is not counted."""
     results = []
-    for number in range(saves + 1):
+    for number in range(options.saves + 1):
         raw_s = raw(number)
         steps: list[float] = []
-        for _ in range(quiet):
-            steps.append(_step(None)[0])
+        for _ in range(options.quiet):
+            steps.append(_step(step_s, None)[0])
         dist.barrier()
         started = time.perf_counter()
         candidate.start(number)
@@ -227,7 +229,7 @@ def measure(
         writing: list[float] = []
         durable = 0.0
         while True:
-            seconds, waited = _step(candidate)
+            seconds, waited = _step(step_s, candidate)
             writing.append(seconds)
             stall += waited
             if candidate.over():
@@ -251,10 +253,10 @@ def measure(
     return results[1:]
 
 
-def _step(candidate: Candidate | None) -> tuple[float, float]:
+def _step(step_s: float, candidate: Candidate | None) -> tuple[float, float]:
     """Seconds of a step, and what it waited for the save."""
     started = time.perf_counter()
-    time.sleep(STEP_S * BEFORE_UPDATE)
+    time.sleep(step_s * BEFORE_UPDATE)
     waiting = time.perf_counter()
     if candidate is not None:
         candidate.settle()
@@ -262,7 +264,7 @@ def _step(candidate: Candidate | None) -> tuple[float, float]:
     busy = time.perf_counter() + 0.001
     while time.perf_counter() < busy:
         pass
-    time.sleep(STEP_S * (1 - BEFORE_UPDATE))
+    time.sleep(step_s * (1 - BEFORE_UPDATE))
     return time.perf_counter() - started, waited
 
 
@@ -292,9 +294,9 @@ def _worker(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> 
     )
     count = options.mib // 8
     shards = {f"w{n}": torch.randn(ROWS // ranks, COLUMNS) for n in range(count)}
-    results: dict[str, Any] = {}
-    for mode in options.modes:
-        place = Path(folder, mode.replace(" ", "-"))
+    results: dict[str, Any] = {f"{ms:g} ms": {} for ms in options.step_ms}
+    for ms, mode in itertools.product(options.step_ms, options.modes):
+        place = Path(folder, f"{mode} {ms:g}".replace(" ", "-"))
         raw_folder = place / "raw"
         if rank == 0:
             raw_folder.mkdir(parents=True)
@@ -302,12 +304,12 @@ def _worker(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> 
         candidate = MODES[mode](shards, place)
         dist.barrier()
         raw = functools.partial(raw_write, shards, raw_folder)
-        results[mode] = measure(candidate, raw, options.saves, options.quiet)
+        results[f"{ms:g} ms"][mode] = saves = measure(candidate, raw, ms / 1e3, options)
         candidate.close()
         dist.barrier()
         if rank == 0:
             shutil.rmtree(place)
-            print(_line(mode, results[mode]), flush=True)
+            print(f"step {ms:4g} ms   {_line(mode, saves)}", flush=True)
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
     dist.barrier()
@@ -333,6 +335,7 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=1024, help="of all ranks together")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[50, 200])
     parser.add_argument("--quiet", type=int, default=20, help="steps between saves")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--folder", type=Path, help="where to save; else a temporary folder")
@@ -350,7 +353,7 @@ def main() -> int:
         "load_average": load,
         "mib": options.mib,
         "ranks": options.ranks,
-        "modes": results,
+        "steps": results,
     }
     (options.out / "checkpoint.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0

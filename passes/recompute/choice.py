@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import fx
 
 from msc.ir.torch_private import storage_key
@@ -89,6 +88,7 @@ class StageProgram:
     def cheapest(self, limit: float) -> Choice | None:
         """The choice of least cost that saves at most `limit` bytes; None if there is none."""
         costs = np.asarray(self._columns.costs)
+
         sizes = np.asarray(self._columns.sizes, dtype=np.float64)
         scale, total = costs.max(initial=0.0) or 1.0, sizes.sum() or 1.0
         return self._solve(costs / scale + _TIE * sizes / total, limit)
@@ -131,9 +131,12 @@ class StageProgram:
         self._again |= again
 
     def _solve(self, objective: NDArray[np.float64], limit: float) -> Choice | None:
+        from scipy.optimize import Bounds, LinearConstraint, milp  # long to import, and seldom used
+
         sizes = np.asarray(self._columns.sizes, dtype=np.float64)
         total = sizes.sum() or 1.0
-        constraints = [self._rows.constraint(len(sizes))]
+        rows, lower = self._rows.matrix(len(sizes))
+        constraints = [LinearConstraint(rows, lower, np.inf)]
         if np.isfinite(limit):
             constraints.append(LinearConstraint(sizes / total, -np.inf, limit / total))
         result = milp(
@@ -174,8 +177,11 @@ class _Rows:
         self.entries += [(len(self.lower), column, factor) for column, factor in factors.items()]
         self.lower.append(bound)
 
-    def constraint(self, num_columns: int) -> LinearConstraint:
+    def matrix(self, num_columns: int) -> tuple[Any, NDArray[np.float64]]:
+        """Factors by row and column, sparse, and what each row must reach."""
+        from scipy import sparse
+
         rows, columns, factors = zip(*self.entries, strict=True)
         shape = (len(self.lower), num_columns)
         matrix = sparse.coo_matrix((factors, (rows, columns)), shape=shape).tocsr()
-        return LinearConstraint(matrix, np.asarray(self.lower), np.inf)
+        return matrix, np.asarray(self.lower, dtype=np.float64)

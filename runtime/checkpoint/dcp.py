@@ -10,13 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from msc.ir.torch_private import dcp_storage_info
 from msc.runtime.checkpoint.manifest import StoredTensor, data_name
@@ -30,6 +23,15 @@ def dcp_metadata(parts: Sequence[Sequence[StoredTensor]]) -> bytes:
     `model.h.0.weight` stands in a state dict as `{"model": {"h.0.weight": ..}}`, and
     `optimizer.first_moment.h.0.weight` two levels deep.
     """
+    # takes a third of a second to import, and one rank of a run needs it
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, Any] = {}
     for rank, part in enumerate(parts):
