@@ -176,6 +176,7 @@ def compile(
     recipe = _recipe(model, captured)
     notes = [*captured.notes, *_buffers_without_values(captured, recipe)]
     notes += [*_written_buffers(captured), *without_effect(settings), *_fewer_ranks(worlds)]
+    notes += [] if settings.measured is None else settings.measured.notes()
     if captured.graph.meta["buffers"]:
         worlds = worlds.only_here("each micro-batch updates its buffers")
     unit = new_unit(captured, settings)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from msc.ir.rewrites import LEFT_ALONE
+from msc.ir.words import counted
 
 if TYPE_CHECKING:
     from msc.program import Program
@@ -186,7 +187,10 @@ def _fusions(findings: Sequence[str]) -> list[str]:
     """What was fused, and for what reasons how many places were not."""
     fused = [each for each in findings if LEFT_ALONE not in each]
     reasons = Counter(each.partition(LEFT_ALONE)[2] for each in findings if LEFT_ALONE in each)
-    return [*fused, *(f"{count} places left alone: {why}" for why, count in reasons.items())]
+    return [
+        *fused,
+        *(f"{counted(count, 'place')} left alone: {why}" for why, count in reasons.items()),
+    ]
 
 
 def _path(path: str) -> str:

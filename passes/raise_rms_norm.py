@@ -18,6 +18,7 @@ Numerics: float32 and float64 as before; half types are rounded once, at the end
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,8 +44,9 @@ class RaiseRMSNorm(GraphPass):
     def run(self, gm: fx.GraphModule, unit: Any) -> int:
         origins = Origins(gm)
         found = [norm for stream in gm.graph.nodes for norm in _raisable(stream, origins)]
+        raised: dict[fx.Node, fx.Node] = {}  # the stream of one may be what another gave
         for norm in found:
-            _raise(gm, norm)
+            raised[norm.output] = _raise(gm, norm, raised)
         if found:
             remove_dead_code(gm)
         return len(found)
@@ -66,8 +68,12 @@ def _fits(norm: Norm, dtype: torch.dtype) -> bool:
     return dtypes == {dtype} and inside <= {dtype, compute_dtype(dtype)}
 
 
-def _raise(gm: fx.GraphModule, norm: Norm) -> None:
+def _raise(gm: fx.GraphModule, norm: Norm, raised: Mapping[fx.Node, fx.Node]) -> fx.Node:
     emit = Emitter(gm, norm.output)
     scale, _ = norm.vectors
-    pair = emit(torch.ops.msc.rms_norm.default, norm.stream, scale, norm.eps)
-    replace(norm.output, emit(operator.getitem, pair, 0))
+    assert scale is not None
+    stream, scale = (raised.get(node, node) for node in (norm.stream, scale))
+    pair = emit(torch.ops.msc.rms_norm.default, stream, scale, norm.eps)
+    value = emit(operator.getitem, pair, 0)
+    replace(norm.output, value)
+    return value

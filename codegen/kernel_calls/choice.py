@@ -74,6 +74,7 @@ from msc.ir.ops.norm_sum import (
     RMS_NORM_BACKWARD_ADD,
 )
 from msc.ir.ops.random import DROPOUT
+from msc.ir.words import counted
 
 aten = torch.ops.aten
 
@@ -168,7 +169,7 @@ class Decision:
 
     def __str__(self) -> str:
         by = f"Triton, {', '.join(self.kernels)}" if self.kernels else "ATen"
-        more = f" and {self.calls - 1} more calls of the graphs" if self.calls > 1 else ""
+        more = f" and {counted(self.calls - 1, 'more call')}" if self.calls > 1 else ""
         return f"{self.op}{self.where}{more}: {by}: {self.reason}"
 
 

@@ -71,7 +71,7 @@ def kernels_for(name: str) -> Kernels:
     """What a device would give that need not be here, as "sm_90"; `UserError` for another name."""
     known = {target.name: target for target in (*TARGETS, INTERPRETER)}
     if name not in known:
-        raise UserError(f"There is no target {name!r}; kernels are made for {', '.join(known)}.")
+        raise UserError(f"target is {name!r}; kernels are made for {', '.join(known)}.")
     target = known[name]
     return Kernels(target, f"made for {name}", target.interpreted or TRITON.text == ALL)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from msc.ir.communication import FUSED
@@ -21,6 +23,18 @@ FUSED_WAY, APART = "fused", "apart"
 """The ways of a fused collective: as one op, and as the collective and its GEMMs."""
 ATEN = "ATen"
 """The way of a call that has kernels, without them."""
+
+
+def versions_here() -> dict[str, str]:
+    """Of torch and Triton, empty for what is not installed."""
+    return {"torch": torch.__version__, "triton": _version("triton")}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,20 @@ class Measurements:
     device: str
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
     calls: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
+
+    def notes(self) -> list[str]:
+        """That other versions were measured than those that are here, if so."""
+        here = versions_here()
+        if dict(self.versions) == here:
+            return []
+        theirs, ours = (
+            " and ".join(f"{name} {version or 'none'}" for name, version in each.items())
+            for each in (self.versions, here)
+        )
+        return [
+            f"tuned= was measured on {self.device} with {theirs or 'unknown versions'}, and here "
+            f"is {ours}: measure again with 'msc tune' where the program will run."
+        ]
 
     def of(self, node: fx.Node) -> Mapping[str, float]:
         """The seconds of a call by way; empty where it was not measured."""

@@ -19,7 +19,8 @@ from msc.explanation.facts import (
     cost_unit,
 )
 from msc.explanation.style import STYLE
-from msc.explanation.text import NO_FALLBACK, bytes_text, counted, facts, gradient, part_title
+from msc.explanation.text import NO_FALLBACK, bytes_text, facts, gradient, part_title
+from msc.ir.words import counted
 
 
 def to_html(explanation: Explanation) -> str:

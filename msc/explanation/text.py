@@ -57,11 +57,6 @@ def facts(explanation: Explanation) -> str:
     return f"{number} micro-batch{'' if number == 1 else 'es'}; costs are {costs}"
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 call`, `2 calls`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def part_title(part: Part) -> str:
     """`h.0-3 (4 equal layers)`."""
     return f"{part.title} ({part.count} equal layers)" if part.count > 1 else part.title

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from msc.codegen.kernel_calls.device import kernels_on
 from msc.compiler import compile as compile_program
 from msc.cost.hardware import device_name
-from msc.cost.measurements import Measurements
+from msc.cost.measurements import Measurements, versions_here
 from msc.ir.errors import UserError
 from msc.tuning.fused import fused_calls, measure_fused
 from msc.tuning.kernels import kernel_calls, measure_call
@@ -93,10 +92,12 @@ def _place(device: str | None) -> torch.device:
 
 def _begun(file: str | Path, device: str) -> Measurements:
     """What the file has already; nothing of other versions, whose code is other code."""
-    versions = {"torch": torch.__version__, "triton": _version("triton")}
+    if not isinstance(file, (str, Path)):
+        raise UserError(f"file is a {type(file).__name__}; it is the path of a JSON file.")
+    versions = versions_here()
     empty = Measurements(device, versions)
     if not Path(file).exists():
-        return empty
+        return _kept(empty, file)  # before anything is measured, and lost
     found = Measurements.load(file)
     if found.device != device:
         raise UserError(
@@ -104,13 +105,6 @@ def _begun(file: str | Path, device: str) -> Measurements:
             "of one kind of device. Name another file."
         )
     return found if dict(found.versions) == versions else empty
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _kept(found: Measurements, file: str | Path) -> Measurements:

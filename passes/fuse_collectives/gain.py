@@ -53,7 +53,9 @@ def best_form(gm: fx.GraphModule, place: Place, settings: Settings) -> tuple[Pla
     """
     measured = _measured(gm, place, settings)
     if settings.cost.cluster is None:
-        return _by_measurement(place, measured) if measured else (None, _NO_CLUSTER)
+        if not measured or settings.measured is None:
+            return None, _NO_CLUSTER
+        return _by_measurement(place, measured, settings.measured.device)
     if not measured and (against := _against(gm, place, settings)):
         return None, against
     before = _time(gm, settings)
@@ -73,13 +75,15 @@ def _measured(gm: fx.GraphModule, place: Place, settings: Settings) -> dict[int,
     return {form: seconds for form, seconds in found if seconds is not None}
 
 
-def _by_measurement(place: Place, found: dict[int, FusedSeconds]) -> tuple[Place | None, str]:
+def _by_measurement(
+    place: Place, found: dict[int, FusedSeconds], device: str
+) -> tuple[Place | None, str]:
     form = max(found, key=lambda each: found[each].apart - found[each].fused)
     gain, pair = found[form].apart - found[form].fused, found[form].apart
     if gain >= LEAST_GAIN * pair:
-        return _forms(place)[form], f", {_us(gain)} of {_us(pair)} saved as measured"
+        return _forms(place)[form], f", {_us(gain)} of {_us(pair)} saved as measured on {device}"
     fused = _us(found[form].fused)
-    return None, f"measured, it takes {fused}; one after the other takes {_us(pair)}"
+    return None, f"measured on {device}, it takes {fused}; one after the other takes {_us(pair)}"
 
 
 def _why_not(trial: _Trial) -> str:

@@ -55,7 +55,8 @@ def raised(norm: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, **optio
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad)
     count = counted(program, "msc.rms_norm.default")
-    assert counted(program, "msc.rms_norm_backward.default") == count
+    backwards = ("msc.rms_norm_backward.default", "msc.rms_norm_backward_add.default")
+    assert sum(counted(program, op) for op in backwards) == count
     assert (counted(program, "aten.rsqrt.default") == 0) == (count > 0)
     return count
 
@@ -66,6 +67,21 @@ def test_what_is_raised(dtype: torch.dtype) -> None:
     assert raised(lambda x, w: functional.rms_norm(x, (WIDTH,), w), dtype) == 1
     assert raised(lambda x, w: functional.rms_norm(x, (WIDTH,), 1 + w, 1e-3), dtype) == 1
     assert raised(in_float32, dtype) == (dtype != torch.float64)  # there it would be more precise
+
+
+@pytest.mark.parametrize("norm", [written, lambda x, w: functional.rms_norm(x, (WIDTH,), w)])
+def test_a_norm_of_a_norm(norm: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """The stream of the second is what is made of the first; so it may be read beside it."""
+    assert raised(lambda x, w: norm(norm(x, w), w), torch.float64) == 2
+    assert raised(lambda x, w: norm(norm(norm(x, w), w), 1 + w), torch.float32) == 3
+
+    def beside(x: Tensor, w: Tensor) -> Tensor:
+        y = norm(x, w)
+        return norm(y, w) + y
+
+    assert raised(beside, torch.float64) == 2
+    # the weight of one is what another gives
+    assert raised(lambda x, w: norm(x, norm(w, w)), torch.float64) == 2
 
 
 def test_what_is_not() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import msc
 from msc.cost import Cluster
-from msc.cost.measurements import Measurements
+from msc.cost.measurements import Measurements, versions_here
 from msc.tuning import kernels
 
 
@@ -158,10 +158,27 @@ def test_fused_collectives_are_measured_and_go_before_the_model(tmp_path: Path) 
         assert not all("left alone" in each for each in better.fused_collectives)
         assert all("left alone" in each for each in worse.fused_collectives)
     report = msc.compile(*model(), mesh="tp=2", tuned=gains).report
-    assert any(", 1.0 us of 2.0 us saved as measured" in x for x in report.fused_collectives)
+    assert any("1.0 us of 2.0 us saved as measured on " in x for x in report.fused_collectives)
     report = msc.compile(*model(), mesh="tp=2", tuned=losses).report
-    text = "left alone: measured, it takes 2.0 us; one after the other takes 1.0 us"
+    text = f"left alone: measured on {found.device}, it takes 2.0 us; one after the other takes 1.0"
     assert any(text in each for each in report.fused_collectives)
+
+
+def test_measurements_of_other_versions_are_noted() -> None:
+    (note,) = msc.compile(*model(), tuned=Measurements("a card", {"torch": "1.0"})).report.notes
+    assert note.startswith("tuned= was measured on a card with torch 1.0, and here is torch ")
+    assert msc.compile(*model(), tuned=Measurements("a card", versions_here())).report.notes == ()
+
+
+def test_a_file_that_cannot_be_written_is_told_of_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    lines: list[str] = []
+    with pytest.raises(msc.UserError, match=r"missing/tuned.json' cannot be written"):
+        msc.tune(*model(), tmp_path / "missing" / "tuned.json", log=lines.append, mesh="tp=2")
+    assert lines == []
+    with pytest.raises(msc.UserError, match="file is a int; it is the path of a JSON file"):
+        msc.tune(*model(), 5, mesh="tp=2")  # type: ignore[arg-type]
 
 
 @pytest.mark.gloo

@@ -160,7 +160,7 @@ def test_what_the_flag_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MSC_TRITON", "off")
     assert kernels_on(torch.device("cuda")).target is None
     program, _ = compiled()
-    with pytest.raises(msc.UserError, match="no target 'sm_70'; kernels are made for sm_80, sm_90"):
+    with pytest.raises(msc.UserError, match="target is 'sm_70'; kernels are made for sm_80, sm_90"):
         program.kernels("sm_70")
 
 
