@@ -254,6 +254,11 @@ def _check_shard_group(shard_group: int | None, mesh: Mesh) -> None:
     if shard_group is None:
         return
     dp = mesh.axis_size("dp")
+    if dp == 1 and shard_group > 1:
+        raise PlanError(
+            f"shard_group={shard_group} makes groups of ranks of dp, and the mesh has none: leave "
+            "shard_group out, or give the mesh a dp."
+        )
     if dp % shard_group:
         raise PlanError(
             f"shard_group={shard_group} does not divide dp={dp}: groups of neighbours on dp must "
@@ -466,8 +471,9 @@ def _check_memory(program: Program, bound: float, name: str, settings: Settings)
     needed = program.memory_bytes()
     worst = max(range(len(needed)), key=needed.__getitem__)
     if needed[worst] > bound:
+        stage = program.class_names[worst].replace("stage", "stage ")
         raise PlanError(
-            f"Pipeline {program.class_names[worst]} needs {needed[worst]:,} bytes per rank "
+            f"Pipeline {stage} needs {needed[worst]:,} bytes per rank "
             "(parameters, gradients, optimizer state and activations at their peak), but "
             f"{name} is {bound:,}. {_ways_to_less(settings)}"
         )

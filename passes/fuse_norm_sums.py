@@ -129,6 +129,8 @@ def _against_backward(norm: fx.Node, total: fx.Node) -> str:
     (own,) = (item for item in norm.users if item.args[1] == 0)
     if num_reads(own) > 1 or total.args.count(own) > 1:
         return "something else reads the gradient without the sum"
+    if all(operand in norm.users for operand in total.args):
+        return "the sum is of two gradients of the same norm"
     if any(is_before(reader, total) for item in norm.users for reader in item.users):
         return "the gradient of its weight is read before the sum can be made"
     return ""

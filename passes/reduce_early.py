@@ -188,8 +188,10 @@ def _cost(node: fx.Node, settings: Settings) -> float:
 
 def _move(gm: fx.GraphModule, bucket: fx.Node, total: fx.Node, parts: Sequence[fx.Node]) -> None:
     numbers = _numbers(bucket)
-    order = {node: position for position, node in enumerate(gm.graph.nodes)}
-    anchor = max((parts[number] for number in numbers), key=order.__getitem__)
+    made_of = [parts[number] for number in numbers]
+    if isinstance(total.args[0], fx.Node):
+        made_of.append(total.args[0])  # which a split backward makes after the first parts
+    anchor = max(made_of)
     with gm.graph.inserting_after(anchor):
         bucket_copy = gm.graph.call_function(bucket.target, ([], *bucket.args[1:]))  # type: ignore[arg-type]
     bucket_copy.meta = dict(bucket.meta)

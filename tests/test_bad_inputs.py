@@ -107,7 +107,7 @@ def test_numbers_of_an_optimizer(options: dict[str, Any]) -> None:
 
 def test_a_memory_bound() -> None:
     message = refused(mesh="pp=2", memory=1000)
-    assert "Pipeline stage0 needs" in message or "Pipeline stage1 needs" in message
+    assert "Pipeline stage 0 needs" in message or "Pipeline stage 1 needs" in message
     assert "Use more tp or pp ranks, or more micro-batches; a schedule with fewer" in message
     assert "zero=1 or more splits more over dp=2" in refused(mesh="dp=2", memory=1000)
     assert "more dp ranks" in refused(mesh="dp=2", zero=3, memory=1000)

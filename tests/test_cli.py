@@ -394,7 +394,7 @@ def test_errors_of_compile_options(models: str, tmp_path: Path) -> None:
     garbled.write_text("{")
     assert "Cluster file 'nowhere.json'" in error("compile", target, "--cluster", "nowhere.json")
     assert f"Cluster file '{garbled}'" in error("compile", target, "--cluster", str(garbled))
-    assert "Pipeline stage0 needs" in error("compile", target, "--memory", "100")
+    assert "Pipeline stage 0 needs" in error("compile", target, "--memory", "100")
     assert "recompute is 'some'; it is one of \"none\"" in error(
         "compile", target, "--recompute", "some"
     )

@@ -89,22 +89,42 @@ def test_the_prediction_of_memory_holds_for_opened_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "options"),
+    ("name", "mesh", "options"),
     [
-        ("dp=2", {}),
-        ("dp=2,tp=2", {"zero": 1}),
-        ("pp=2,dp=2", {"schedule": "interleaved", "virtual_stages": 2, "zero": 2}),
-        ("pp=2,dp=2", {"schedule": "zb-h1"}),
-        ("dp=4", {"zero": 3}),
+        ("nanogpt", "dp=2", {}),
+        ("nanogpt", "dp=2,tp=2", {"zero": 1}),
+        ("nanogpt", "pp=2,dp=2", {"schedule": "interleaved", "virtual_stages": 2, "zero": 2}),
+        ("nanogpt", "dp=4", {"zero": 3}),
+        ("qwen2", "pp=2,tp=2", {"schedule": "zb-h1"}),
+        ("qwen2", "pp=2,tp=2", {"schedule": "auto", "cluster": "a100"}),
+        ("qwen2", "pp=2,tp=2", {"schedule": "zb-v", "zero": 1}),
     ],
 )
-def test_the_step_is_the_same(mesh: str, options: dict[str, Any]) -> None:
+def test_the_step_is_the_same(name: str, mesh: str, options: dict[str, Any]) -> None:
     report = msc.verify(
-        models.build("nanogpt"),
+        models.build(name),
+        models.batch(name),
+        mesh=mesh,
+        dtype=torch.float64,
+        microbatches=4 if "schedule" in options else 2,
+        **options,
+    )
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("mesh", ["pp=2,dp=2", "pp=2,tp=2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_where_only_norms_train(mesh: str, schedule: str) -> None:
+    """All gradients of a bucket are made early in a backward, whose other half comes later."""
+    model = models.build("nanogpt")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".ln_" in name)
+    report = msc.verify(
+        model,
         models.tokens(),
         mesh=mesh,
         dtype=torch.float64,
-        microbatches=2,
-        **options,
+        microbatches=4,
+        schedule=schedule,
     )
     assert report.ok, str(report)
