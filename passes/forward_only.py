@@ -72,7 +72,9 @@ def _is_forward(node: fx.Node) -> bool:
 
 
 def _is_backward(node: fx.Node) -> bool:
-    return node.op == "call_module" and str(node.target).endswith("_backward")
+    """Whether a node is a call of a backward, or is of one that was opened."""
+    called = str(node.target) if node.op == "call_module" else ""
+    return str(node.meta.get("opened", called)).endswith("_backward")
 
 
 def _unchanged_buffers(rank_graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:

@@ -20,13 +20,14 @@ def open_call(gm: fx.GraphModule, call: fx.Node) -> tuple[Any, ...]:
     """
     inner = subgraph(gm, call)
     paths = CallPaths().of(call, inner)
+    opened = call.meta.get("opened", str(call.target))
     env: dict[fx.Node, fx.Node] = dict(zip(placeholders(inner), call.args, strict=True))  # type: ignore[arg-type]
     with gm.graph.inserting_before(call):
         for node in inner.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
             env[node] = copied = gm.graph.node_copy(node, env.__getitem__)
-            copied.meta = paths.meta(node)
+            copied.meta = {**paths.meta(node), "opened": opened}
             if node.op == "call_module":
                 copied.target = _added(
                     gm, str(call.target), str(node.target), subgraph(inner, node)

@@ -12,6 +12,8 @@ kind            of a placeholder: "parameter", "buffer", "input", "coordinate", 
                 "saved", "gradient", "optimizer", "step", "skipped"
 name            of a placeholder: the parameter's, buffer's or input's name as the user knows it
 requires_grad   of a parameter: whether it trains
+opened          in a rank graph, of what stands in place of a call: the graph that was called, as
+                "chunk0_backward"; of a call in an opened call the outer one
 marks           {name: value} that a pass left for a later one, such as {"recompute": True}; they
                 are part of the printed text, so setting one counts as a change
 """
