@@ -268,7 +268,7 @@ def test_whether_to_fuse_collectives_reaches_the_program(models: str) -> None:
     assert found["on"] == found["auto"]
     assert "left alone: dim 1 is scattered, which the GEMM's weight has" in found["on"][0]
     printed = run("compile", *options, "on").stdout
-    assert "  1 places left alone: dim 1 is scattered, which the GEMM's weight has" in printed
+    assert "  1 place left alone: dim 1 is scattered, which the GEMM's weight has" in printed
     assert run("verify", *options, "on").exit_code == 0
     assert run("simulate", *options, "on", "--cluster", "h100").exit_code == 0
     assert run("compile", *options, "always").exit_code == 2
