@@ -12,6 +12,7 @@ from msc.cost.flops import nbytes
 from msc.ir.errors import PlanError
 from msc.ir.passes import BIT_EXACT, UnitPass
 from msc.ir.structure import layer_of, output_nodes, placeholders
+from msc.ir.words import counted
 from msc.passes.call_cost import call_cost
 from msc.passes.chunks import balance, crossing
 from msc.passes.compilation import Compilation
@@ -156,7 +157,7 @@ def _check_layers(unit: Compilation, stages: Stages) -> None:
         return
     name = unit.settings.schedule
     names = ", ".join(path or "the model" for path in layers[:8])
-    count = f"{len(layers)} layer{'' if len(layers) == 1 else 's'}"
+    count = counted(len(layers), "layer")
     model = f"but the model has only {count} to put on them ({names})."
     if stages.virtual == 1:
         raise PlanError(

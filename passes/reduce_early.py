@@ -132,9 +132,9 @@ def _opened_at_its_ends(
     times = [block_time(list(subgraph(gm, call).graph.nodes), settings) for call in calls]
     ends = [*_first(calls, times), *_first(calls[::-1], times[::-1])]
     for call in dict.fromkeys(ends):
-        picked = {n: n.args[1] for n in parts if n.target is operator.getitem and n.args[0] is call}
+        picked: dict[fx.Node, Any] = {item: item.args[1] for item in call.users}
         results = open_call(gm, call)
-        parts = [results[picked[n]] if n in picked else n for n in parts]  # type: ignore[index]
+        parts = [results[picked[part]] if part in picked else part for part in parts]
     return parts
 
 

@@ -177,8 +177,9 @@ def test_a_file_that_cannot_be_written_is_told_of_before_anything_is_measured(
     with pytest.raises(msc.UserError, match=r"missing/tuned.json' cannot be written"):
         msc.tune(*model(), tmp_path / "missing" / "tuned.json", log=lines.append, mesh="tp=2")
     assert lines == []
+    wrong: Any = 5
     with pytest.raises(msc.UserError, match="file is a int; it is the path of a JSON file"):
-        msc.tune(*model(), 5, mesh="tp=2")  # type: ignore[arg-type]
+        msc.tune(*model(), wrong, mesh="tp=2")
 
 
 @pytest.mark.gloo

@@ -123,7 +123,8 @@ def test_what_is_fused(loss: Callable[[Tensor, Tensor], Tensor], bias: bool) -> 
     assert (node.args[2] is not None) == bias
     cap = node.args[6] if len(node.args) > 6 else 0.0
     assert cap == (2.5 if loss in (capped, divided_and_capped) else 0.0)
-    rows = N * {shifted: S - 1, divided_and_capped: S - 1, last_position: 1}.get(loss, S)  # type: ignore[arg-type]
+    positions: dict[Any, int] = {shifted: S - 1, divided_and_capped: S - 1, last_position: 1}
+    rows = N * positions.get(loss, S)
     assert node.args[0].meta["val"].shape[:-1].numel() == rows
     torch.manual_seed(0)
     model = Head(loss, bias=bias).double()
