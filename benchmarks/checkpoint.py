@@ -125,7 +125,8 @@ class Msc(Candidate):
         self._number = number
         slot = self._writer.take_slot(wait=True)
         assert slot is not None
-        elements = self._image.elements(self._arena.slots[slot])
+        memory = self._arena.slots[slot]
+        elements = [place.elements(memory) for place in self._image.places]
         request: dict[str, Any] = {"state": {}, "files": {}}
         self._snapshots.begin(
             self._values, elements, lambda: self._writer.save(number, slot, request)

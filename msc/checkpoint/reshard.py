@@ -40,8 +40,8 @@ def reshard(source: Place, target: str, program: Program) -> Place:
     for rank, image in enumerate(images):
         memory = torch.zeros(image.size, dtype=torch.uint8)
         image.frames_into(memory)
-        for place, elements in zip(image.places, image.elements(memory), strict=True):
-            elements.copy_(state.box(place.tensor.name, place.piece.box))
+        for place in image.places:
+            place.elements(memory).copy_(state.box(place.tensor.name, place.piece.box))
         writer = PartWriter(storage, rank, commit.attempt, tuple(image.stored()), image.size)
         writer.write(commit.step, memoryview(memory.numpy()))  # type: ignore[arg-type]
     files = {

@@ -28,18 +28,17 @@ from msc.runtime.checkpoint.absence import Absence
 from msc.runtime.checkpoint.arena import Arena
 from msc.runtime.checkpoint.dcp import METADATA, dcp_metadata
 from msc.runtime.checkpoint.image import Image
-from msc.runtime.checkpoint.loading import Broadcast, Loader, LoadReport, load_images
+from msc.runtime.checkpoint.loading import Broadcast, Loader, LoadReport
 from msc.runtime.checkpoint.manifest import (
     Commit,
-    Part,
     commit_from_bytes,
-    data_name,
     part_from_bytes,
     part_name,
     tensor_to_data,
 )
 from msc.runtime.checkpoint.marks import Mark, read_marks
 from msc.runtime.checkpoint.reading import ReadPlan
+from msc.runtime.checkpoint.same_mesh import SameMesh
 from msc.runtime.checkpoint.snapshot import Snapshots
 from msc.runtime.checkpoint.states import written_by
 from msc.runtime.checkpoint.storage import open_storage
@@ -127,31 +126,20 @@ class RunCheckpoints:
 
         Raises `LostRankError` if a rank's copy of it is damaged, which is not offered again.
         """
-        images = [
-            Image(written_by(self._states.tensors, self._program.mesh, rank))
-            for rank in range(self._program.mesh.size)
-        ]
-        parts = [
-            Part(rank, source.step, "", data_name(rank), image.size, tuple(image.stored()))
-            for rank, image in enumerate(images)
-        ]
-        target = self._empty_target(state)
-        plan, rank = ReadPlan(parts, self._states), self._job.rank
-        needed: dict[int, list[tuple[int, int]]] = {}
-        for overlap in plan.needed_by(rank):
-            needed.setdefault(overlap.part, []).append((overlap.start, overlap.end))
+        rank, target = self._job.rank, self._empty_target(state)
+        needed = SameMesh(self._states, rank, target)
         with Images(source) as memory:
             try:
-                own, note = memory.get(rank, images[rank].size)
+                own, note = memory.get(rank, needed.sizes[rank])
             except DamagedError as error:
                 self._tell(f"{error} and not used")
                 raise
-            held = {
-                part: memory.get(part, images[part].size, joined(ranges))[0]
-                for part, ranges in needed.items()
-                if part != rank
+            images = {
+                writer: memory.get(writer, size, joined(needed.ranges(writer)))[0]
+                for writer, size in needed.sizes.items()
+                if writer != rank
             }
-        load_images(plan, rank, held | {rank: own}, target)
+        needed.fill(target, images | {rank: own})
         facts = json.loads(note)
         self._put(state, target, source.step, facts["skipped"], facts["data"])
         marks = read_marks(self._arena.handle, self._arena.marks_start)
@@ -303,7 +291,9 @@ class RunCheckpoints:
             "verified": self._verified,
         }
         absence = Absence(self._storage, job.rank)
-        return WriterProcess(self._arena, plan, job.rank == 0, self._tell, absence.say)
+        # The first must start; one that takes its place after a fault holds up nobody meanwhile.
+        first = self._kept is None
+        return WriterProcess(self._arena, plan, job.rank == 0, self._tell, absence.say, wait=first)
 
     @property
     def writer(self) -> WriterProcess:
@@ -358,7 +348,8 @@ class RunCheckpoints:
             part = place.tensor.of(state)
             assert part is not None, place.tensor.name
             values.append(place.piece.of(part.contiguous()))  # a buffer may be a view
-        slots = self._image.elements(self._arena.slots[slot])
+        memory = self._arena.slots[slot]
+        slots = [place.elements(memory) for place in self._image.places]
         mark = self._note(state, slot)
 
         def copied() -> None:

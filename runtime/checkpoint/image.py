@@ -36,6 +36,11 @@ class Place:
         """Where the elements begin."""
         return self.start + len(self.frame.before)
 
+    def elements(self, memory: Tensor) -> Tensor:
+        """The view of an image that has the elements."""
+        raw = memory[self.data : self.data + self.frame.nbytes]
+        return raw.view(self.tensor.dtype).view(self.piece.box.lengths)
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -72,15 +77,6 @@ class Image:
             view[place.start : place.data] = numpy.frombuffer(place.frame.before, numpy.uint8)
             after = numpy.frombuffer(place.frame.after, numpy.uint8)
             view[end - len(place.frame.after) : end] = after
-
-    def elements(self, memory: Tensor) -> list[Tensor]:
-        """The views of a slot's memory that take the elements of `places`."""
-        return [
-            memory[place.data : place.data + place.frame.nbytes]
-            .view(place.tensor.dtype)
-            .view(place.piece.box.lengths)
-            for place in self.places
-        ]
 
     def stored(self) -> list[StoredTensor]:
         """What the part's record says of the file."""

@@ -93,15 +93,6 @@ class Loader:
                 report.damage = problem
 
 
-def load_images(plan: ReadPlan, rank: int, images: Mapping[int, Tensor], target: Target) -> None:
-    """Fill `target`, zeros so far, out of the data files' images in this host's memory, by part."""
-    for overlap in plan.needed_by(rank):
-        if overlap.tensor.name in target:
-            raw = images[overlap.part][overlap.start : overlap.end].view(overlap.tensor.dtype)
-            found = raw.as_strided(overlap.box.lengths, row_major(overlap.stored.lengths))
-            overlap.piece.of(target[overlap.tensor.name], overlap.box).copy_(found)
-
-
 class Broadcast:
     """Shares buckets over `torch.distributed`, which is initialized.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,40 +86,81 @@ def written_by(
     parts first, each by the coordinate that has the least so far. What ZeRO splits over dp is
     written by those who hold it.
     """
-    here = mesh.coordinate(rank)
-    loads = dict.fromkeys(range(mesh.axis_size("dp")), 0)
+    index = mesh.coordinate(rank).get("dp", 0)
     found: list[tuple[StateTensor, tuple[Piece, ...]]] = []
-    for tensor in sorted(tensors, key=lambda each: (-each.nbytes, each.name)):
-        layout = tensor.layout
-        if layout is None:
-            if tensor.writer == rank:
-                found.append((tensor, (whole_piece(tensor.shape),)))
-            continue
-        if not layout.stages or not _is_first(layout, here):
-            continue
-        size = torch.Size(layout.local_shape(mesh, rank)).numel() * tensor.dtype.itemsize
-        if layout.data is not None:
-            writers = range(layout.data.parts)  # the first replica
-            for index in writers:
-                loads[index] += size
-            if here.get("dp", 0) not in writers:
-                continue
-        else:
-            chosen = min(loads, key=lambda index: (loads[index], index))
-            loads[chosen] += size
-            if chosen != here.get("dp", 0):
-                continue
-        found.append((tensor, pieces(layout, mesh, rank)))
+    for tensor, indices in _shared_work(tensors, mesh, rank):
+        if tensor.layout is None and tensor.writer == rank:
+            found.append((tensor, (whole_piece(tensor.shape),)))
+        elif tensor.layout is not None and index in indices:
+            found.append((tensor, pieces(tensor.layout, mesh, rank)))
     return found
 
 
-def _is_first(layout: ParameterLayout, here: dict[str, int]) -> bool:
+def writers(tensors: Sequence[StateTensor], mesh: Mesh, rank: int) -> dict[str, int]:
+    """By a tensor's name: which rank writes the part of it that `rank` holds.
+
+    A buffer is in it whether the rank holds it or not.
+    """
+    here = mesh.coordinate(rank)
+    work: dict[int, dict[str, Sequence[int]]] = {}
+    found = {}
+    for tensor in tensors:
+        layout = tensor.layout
+        if layout is None:
+            found[tensor.name] = tensor.writer
+        elif here.get("pp", 0) in layout.stages:
+            first = {
+                axis: index if axis in layout.shards else _first(layout, axis)
+                for axis, index in here.items()
+            }
+            holder = mesh.rank(first)
+            if holder not in work:
+                shared = _shared_work(tensors, mesh, holder)
+                work[holder] = {each.name: indices for each, indices in shared}
+            indices = work[holder][tensor.name]
+            if "dp" in here:
+                first["dp"] = indices[here["dp"] % len(indices)]
+            found[tensor.name] = mesh.rank(first)
+    return found
+
+
+def _shared_work(
+    tensors: Sequence[StateTensor], mesh: Mesh, rank: int
+) -> Iterator[tuple[StateTensor, Sequence[int]]]:
+    """What is written at the coordinate of `rank`, dp aside, and by which coordinates on dp.
+
+    Buffers, which one rank writes, are given to all, without any.
+    """
+    here = mesh.coordinate(rank)
+    loads = dict.fromkeys(range(mesh.axis_size("dp")), 0)
+    for tensor in sorted(tensors, key=lambda each: (-each.nbytes, each.name)):
+        layout = tensor.layout
+        if layout is None:
+            yield tensor, ()
+            continue
+        if not layout.stages or not _is_first(layout, here):
+            continue
+        indices: Sequence[int] = (min(loads, key=lambda index: (loads[index], index)),)
+        if layout.data is not None:
+            indices = range(layout.data.parts)  # the first replica
+        size = torch.Size(layout.local_shape(mesh, rank)).numel() * tensor.dtype.itemsize
+        for index in indices:
+            loads[index] += size
+        yield tensor, indices
+
+
+def _is_first(layout: ParameterLayout, here: Mapping[str, int]) -> bool:
     """Whether a coordinate has the first copy, dp aside."""
     return all(
-        index == (layout.stages[0] if axis == "pp" else 0)
+        index == _first(layout, axis)
         for axis, index in here.items()
         if axis not in layout.shards and axis != "dp"
     )
+
+
+def _first(layout: ParameterLayout, axis: str) -> int:
+    """Where on an axis that does not shard it the first copy is."""
+    return layout.stages[0] if axis == "pp" else 0
 
 
 @dataclass(frozen=True)

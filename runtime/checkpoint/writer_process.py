@@ -45,7 +45,13 @@ class WriterProcess:
     """
 
     def __init__(
-        self, arena: Arena, plan: Mapping[str, Any], commits: bool, log: Log, absent: Absent
+        self,
+        arena: Arena,
+        plan: Mapping[str, Any],
+        commits: bool,
+        log: Log,
+        absent: Absent,
+        wait: bool = True,
     ) -> None:
         self.committed: int | None = None
         self.written: int | None = None
@@ -65,8 +71,9 @@ class WriterProcess:
         self._stillborn = 0  # processes in a row that died before they were ready
         with self._change:
             self._start()
-            self._change.wait_for(lambda: self._ready or self.broken)
-        if self.broken:
+            if wait:
+                self._change.wait_for(lambda: self._ready or self.broken)
+        if wait and self.broken:
             raise CommunicationError(
                 "The process that writes checkpoints cannot start; what it printed stands above. "
                 f"It is started as: {sys.executable} -m {_MODULE}"

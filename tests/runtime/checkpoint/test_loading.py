@@ -18,12 +18,15 @@ from msc.ir.layout import ParameterLayout
 from msc.ir.mesh import Mesh
 from msc.ir.placement import Shard
 from msc.runtime.checkpoint.catalog import read_commit, read_parts, verify
+from msc.runtime.checkpoint.image import Image
 from msc.runtime.checkpoint.reading import Bucket, ReadPlan
+from msc.runtime.checkpoint.same_mesh import SameMesh
 from msc.runtime.checkpoint.saved_state import SavedState
 from msc.runtime.checkpoint.states import StateTensor, StateTensors, written_by
 from msc.runtime.checkpoint.storage import LocalStorage
 from msc.runtime.state import RankState
 from tests.runtime.checkpoint import worlds
+from tests.runtime.checkpoint.worlds import filled
 
 SHAPES = {"rows": (24, 40), "fused": (48, 16), "columns": (16, 48), "norm": (16,), "tied": (7, 8)}
 WHOLE = {
@@ -106,6 +109,39 @@ def test_any_layout_to_any_layout(tmp_path: Path, source: str, target: str) -> N
             values, wanted = getattr(found, kind), getattr(right, kind)
             assert values.keys() == wanted.keys()
             assert all(torch.equal(values[name], wanted[name]) for name in wanted), kind
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_takes_what_it_held_out_of_few_images(layout: str) -> None:
+    states = states_of(layout)
+    before, after = ranks_of(states, True), ranks_of(states, False)
+    for rank, state in enumerate(after):
+        target = {
+            each.name: part for each in states.tensors if (part := each.of(state)) is not None
+        }
+        needed = SameMesh(states, rank, target)
+        images = {}
+        for writer, size in needed.sizes.items():
+            whole = Image(written_by(states.tensors, states.mesh, writer))
+            assert whole.size == size
+            memory, images[writer] = filled(whole, before[writer]), torch.zeros(size).byte()
+            for start, end in needed.ranges(writer):
+                images[writer][start:end] = memory[start:end]
+        needed.fill(target, images)
+        for tensor in states.tensors:
+            part = tensor.of(before[rank])
+            assert (part is None) == (tensor.name not in target)
+            assert part is None or torch.equal(target[tensor.name], part), tensor.name
+
+
+def test_a_rank_of_many_needs_its_neighbours_on_dp_alone() -> None:
+    states = states_of("pp=2,tp=2")
+    mesh = Mesh.parse("pp=2,dp=64,tp=2")
+    many = StateTensors(mesh, states.tensors)
+    held = {"model.columns", "model.rows"}  # of stage 0, split on tp
+    found = SameMesh(many, 5, held).sizes
+    assert len(found) <= 3
+    assert all(mesh.coordinate(rank)["tp"] == 1 for rank in found)
 
 
 def test_each_part_is_written_once_and_dp_ranks_share_the_work() -> None:

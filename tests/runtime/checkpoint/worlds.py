@@ -24,6 +24,17 @@ from msc.runtime.state import RankState
 from tests.runtime.checkpoint.writes import nothing
 
 
+def filled(image: Image, state: RankState) -> Tensor:
+    """The bytes of a rank's image of its state."""
+    memory = torch.zeros(image.size, dtype=torch.uint8)
+    image.frames_into(memory)
+    for place in image.places:
+        part = place.tensor.of(state)
+        assert part is not None
+        place.elements(memory).copy_(place.piece.of(part))
+    return memory
+
+
 def write(
     storage: Storage,
     states: StateTensors,
@@ -34,12 +45,7 @@ def write(
     """Save the states of all ranks; the folder."""
     images = [Image(written_by(states.tensors, states.mesh, r)) for r in range(states.mesh.size)]
     for rank, image in enumerate(images):
-        memory = torch.zeros(image.size, dtype=torch.uint8)
-        image.frames_into(memory)
-        for place, elements in zip(image.places, image.elements(memory), strict=True):
-            part = place.tensor.of(ranks[rank])
-            assert part is not None
-            elements.copy_(place.piece.of(part))
+        memory = filled(image, ranks[rank])
         writer = PartWriter(storage, rank, "aa", tuple(image.stored()), image.size)
         writer.write(step, memoryview(memory.numpy()))  # type: ignore[arg-type]
     files = {METADATA: dcp_metadata([image.stored() for image in images])}
