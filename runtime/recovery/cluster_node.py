@@ -19,6 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from msc.ir.errors import InputError
+from msc.runtime.recovery.addresses import (
+    gloo_interface,
+    gloo_reaches_others,
+    is_loopback,
+    listening_host,
+)
 from msc.runtime.recovery.controller_process import BEAT_S, SILENT_S, Settings
 from msc.runtime.recovery.node import NodeAgent
 from msc.runtime.recovery.one_node import signals
@@ -40,6 +46,8 @@ _ANSWER_S = 5.0
 """How long it may take to answer."""
 _REFUSED_S = 2 * SILENT_S
 """How long a node asks again that is refused: one that is lost may still have its place."""
+_WORD_S = 15.0
+"""Between two words of a node that it waits for a controller."""
 _LIVES = 10
 """How often a controller is started anew."""
 
@@ -90,10 +98,12 @@ class ClusterNode:
         self._wire: Wire | None = None
         self._code: int | None = None
         self._over = False  # the run, not this node's part in it
+        self._gloo_reaches_others = gloo_reaches_others()
         self._name = secrets.token_hex(8)
         self._refused: float | None = None
         self._heard = time.monotonic()
         self._next_try = 0.0
+        self._next_word = time.monotonic() + _WORD_S
         self._next_beat = 0.0
 
     def run(self) -> int:
@@ -156,8 +166,20 @@ class ClusterNode:
             time.sleep(TICK_S)
             return
         self._next_try = now + _AGAIN_S
-        with contextlib.suppress(OSError):
+        try:
             self._greet(socket.create_connection(self._meeting.address, _ANSWER_S))
+        except OSError as error:
+            if now > self._next_word:
+                self._next_word = now + _WORD_S
+                self._say_that_it_waits(now, error)
+
+    def _say_that_it_waits(self, now: float, error: OSError) -> None:
+        host, port = self._meeting.address
+        left = self._settings.patience_s - (now - self._heard)
+        first = "" if self._meeting.wish == 0 else "; node 0 of the run must be started there"
+        _say(
+            f"no controller answers at {host}:{port} ({error}){first}; asking for {left:.0f} s more"
+        )
 
     def _greet(self, connection: socket.socket) -> None:
         try:
@@ -226,8 +248,23 @@ class ClusterNode:
     def _obey(self, command: str, facts: dict[str, Any]) -> None:
         if command == "end":
             self._code, self._over = facts["code"], True
+        elif command == "known as":
+            self._agent.variables = self._network_variables(facts["host"])
         elif command != "beat":
             self._agent.obey(command, facts)
+
+    def _network_variables(self, host: str) -> dict[str, str]:
+        """What ranks need for others to reach them, where this host is known as `host`."""
+        if self._gloo_reaches_others or is_loopback(host):
+            return {}
+        found = gloo_interface(host)
+        if found is None:
+            _say(
+                f"other hosts reach this one at {host}, which none of its interfaces has, and not "
+                f"by the address of its name, {socket.gethostname()}: set GLOO_SOCKET_IFNAME to "
+                "the interface that gloo is to use"
+            )
+        return found or {}
 
     def _part(self, wire: Wire) -> None:
         if self._code is None:
@@ -256,7 +293,7 @@ def _listener(meeting: Meeting) -> socket.socket | None:
         return None
     host, port = meeting.address
     try:
-        return socket.create_server((host, port), backlog=1024)
+        return socket.create_server((listening_host(host), port), backlog=1024)
     except OSError as error:
         if meeting.wish == 0 and not _answers(meeting.address):
             raise InputError(

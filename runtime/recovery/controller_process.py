@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msc.runtime.recovery.addresses import is_loopback
 from msc.runtime.recovery.budget import Budget
 from msc.runtime.recovery.controller import Controller
 from msc.runtime.recovery.environment import Layout
@@ -89,6 +90,7 @@ class Service:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._guests: list[_Guest] = []
+        self._known_as: str | None = None  # by hosts other than this one
         self._events = Events(Path(settings.folder))
         self._controller = Controller(
             settings.layout,
@@ -138,6 +140,10 @@ class Service:
     def _accept(self) -> None:
         connection, address = self._listener.accept()
         guest = _Guest(Wire(connection), address[0])
+        if self._known_as is None and not is_loopback(address[0]):
+            self._known_as = connection.getsockname()[0]
+            for other in self._guests:
+                self._tell_name(other)
         self._guests.append(guest)
         self._selector.register(guest.wire, selectors.EVENT_READ)
         guest.wire.send(guest.challenge)
@@ -194,9 +200,18 @@ class Service:
             return True  # it closes the connection when it has read that
         guest.node, guest.agent = node, hello["agent"]
         wire.largest = LARGEST
+        self._tell_name(guest)
         for message in before:
             wire.send(message)
         return True
+
+    def _tell_name(self, guest: _Guest) -> None:
+        """Let an agent know the address by which the others reach its host."""
+        if self._known_as is not None and is_loopback(guest.host):
+            guest.host = self._known_as  # it is on this host
+        if guest.node is not None:
+            guest.node.address = guest.host, guest.node.address[1]
+            guest.node.send("known as", host=guest.host)
 
     def _lose(self, guest: _Guest, why: str, detect_s: float) -> None:
         node = guest.node

@@ -92,6 +92,7 @@ class NodeAgent:
         self.reports: deque[dict[str, Any]] = deque()
         self.pool = Pool(modules)
         self.told: Any = None  # of snapshots
+        self.variables: dict[str, str] = {}  # of this host, for all of its ranks
         self._arguments = list(arguments)
         self._folder = folder
         self._recovers = recovers
@@ -202,7 +203,8 @@ class NodeAgent:
         worker, stood_by = self.pool.take()
         self._ranks[rank] = LocalRank(rank, process, worker)
         journal = self._journal.handle if self._recovers else None
-        worker.start(self._arguments, environment, self._folder, journal)
+        mine = {**environment, **self.variables}
+        worker.start(self._arguments, mine, self._folder, journal)
         self._report("started", rank=rank, process=process, stood_by=stood_by)
 
     def _stop(self, rank: int) -> None:
@@ -218,7 +220,8 @@ class NodeAgent:
         """Start a process that may become a rank later."""
         worker = self.pool.new()
         self._tries[process] = LocalRank(rank, process, worker)
-        worker.start(self._arguments, environment, self._folder, self._journal.handle)
+        mine = {**environment, **self.variables}
+        worker.start(self._arguments, mine, self._folder, self._journal.handle)
 
     def _drop(self, process: int | None) -> None:
         """Give up a process that was tried; None: all of them."""
