@@ -150,12 +150,13 @@ def _swap(given: Sequence[Tensor], taken: Sequence[Tensor], to: Communicator) ->
 
     Messages between two members of one group meet in the order in which they start.
     """
-    works = []
+    sent, received = [], []
     for position, member in enumerate(to.members):
         if position != to.position:
-            works.append(dist.isend(given[position], member, group=to.handle))
-            works.append(dist.irecv(taken[position], member, group=to.handle))
-    return works
+            sent.append(dist.isend(given[position], member, group=to.handle))
+            received.append(dist.irecv(taken[position], member, group=to.handle))
+    # Of a host that lost its power, gloo tells who waits to receive, but not always who sends.
+    return received + sent
 
 
 def _reduced(given: Sequence[Tensor], op: str, to: Communicator) -> Pending:
