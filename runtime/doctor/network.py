@@ -14,6 +14,7 @@ from typing import Any
 
 from msc.runtime.checkpoint.manifest import digest
 from msc.runtime.doctor.check import MEASURED, Check, Value, failed, measured, passed
+from msc.runtime.recovery.addresses import is_loopback
 
 LOOKUP_S = 1.0
 """Known to be bad: a lost answer costs the resolver 5 s, and a TCPStore client looks up 4 names."""
@@ -116,4 +117,10 @@ def check_names(
     times = {
         way: Value(spent, "s", ceiling=LOOKUP_S) for way, spent in zip(ways, seconds, strict=True)
     }
-    return passed("names", f"{host} is {address}, {address} is {name}", **times)
+    detail = f"{host} is {address}, {address} is {name}"
+    if is_loopback(address):
+        detail += (
+            "; no other host reaches that: on several hosts gloo needs GLOO_SOCKET_IFNAME, which "
+            "msc run sets"
+        )
+    return passed("names", detail, **times)

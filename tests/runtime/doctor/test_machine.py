@@ -126,6 +126,12 @@ def test_look_ups_that_do_not_answer_are_found() -> None:
     found = check_names(forward, noted)
     assert (found.status, list(found.values)) == ("pass", ["forward", "reverse", "mapped"])
     assert asked == [("10.0.0.7", 0), ("::ffff:10.0.0.7", 0)]
+    assert "no other host" not in found.detail
+
+    def alone(*_: Any, **__: Any) -> Any:
+        return [(0, 0, 0, "", ("127.0.1.1", 0))]
+
+    assert "127.0.1.1 is node7; no other host reaches that" in check_names(alone, noted).detail
     stop = threading.Event()
 
     def hangs(*_: Any) -> Any:
