@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from msc.capture import Captured, capture
+from msc.capture.captured import Captured
+from msc.capture.entry import capture
 from msc.codegen.kernel_calls.device import asked_of_triton
 from msc.cost import Cluster, CostModel
 from msc.cost.measurements import Measurements

@@ -35,7 +35,7 @@ from msc.virtual_runs import VirtualRuns
 from msc.worlds import World
 
 if TYPE_CHECKING:
-    from msc.capture import Captured
+    from msc.capture.captured import Captured
     from msc.capture.inputs import InputSpec
     from msc.explanation import Explainer, Explanation
     from msc.initialization import Recipe

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from msc.capture import Captured, capture
-from msc.capture.captured import has_values
+from msc.capture.captured import Captured, has_values
+from msc.capture.entry import capture
 from msc.capture.loss import LossFunction, LossModule
 from msc.compiler import as_rewrites, per_micro_batch
 from msc.compiler import compile as compile_program

@@ -110,6 +110,15 @@ def test_importing_msc_is_light() -> None:
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
+def test_a_ranks_process_does_not_import_what_compiles() -> None:
+    code = (
+        "import msc, sys; msc.Trainer, msc.load, msc.Checkpoint, msc.Guard; "
+        "print([n for n in ('sympy', 'scipy', 'msc.capture.entry') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"  # each costs every new rank, and who waits for it, time
+
+
 @pytest.mark.parametrize("name", msc.PUBLIC)
 def test_every_public_name_resolves(name: str) -> None:
     target = msc.PUBLIC[name]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from msc.capture import capture
+from msc.capture.entry import capture
 from msc.ir.structure import placeholders
 from msc.ir.values import tensor_of
 from msc.passes.normalize import normalize

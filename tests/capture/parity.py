@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from msc.capture import Captured
+from msc.capture.captured import Captured
 from msc.ir.values import tensors_of
 
 RNG = (7, 3)

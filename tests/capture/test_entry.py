@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from msc.capture import InputInfo, capture
+from msc.capture.captured import InputInfo
+from msc.capture.entry import capture
 from msc.ir.errors import CaptureError, InputError
 from msc.ir.structure import output_nodes
 from tests.capture.models import GPT, Llama, token_batch

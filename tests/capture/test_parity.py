@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from msc.capture import Captured, capture
+from msc.capture.captured import Captured
+from msc.capture.entry import capture
 from msc.ir.structure import output_nodes
 from msc.ir.verifier import structure
 from msc.passes.normalize import normalize

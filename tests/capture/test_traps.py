@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import msc
-from msc.capture import capture
+from msc.capture.entry import capture
 from msc.ir.errors import CaptureError
 from msc.passes.normalize import normalize
 from tests.capture.models import GPT, Llama, token_batch

@@ -12,8 +12,8 @@ import pytest
 from torch import nn
 
 from msc import compiler, verification
-from msc.capture import Captured
-from msc.capture import capture as original
+from msc.capture.captured import Captured
+from msc.capture.entry import capture as original
 from msc.testing import copy_graph
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from msc.capture import capture
+from msc.capture.entry import capture
 from msc.compiler import new_unit
 from msc.ir.layout import InputLayout, ParameterLayout
 from msc.ir.mesh import Mesh

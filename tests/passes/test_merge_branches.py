@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import msc
-from msc.capture import capture
+from msc.capture.entry import capture
 from msc.compiler import new_unit
 from msc.cost import Cluster, CostModel
 from msc.ir.mesh import Mesh

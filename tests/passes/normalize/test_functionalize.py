@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from msc.capture import capture
+from msc.capture.entry import capture
 from msc.ir.errors import CaptureError
 from tests.passes.normalize.one_op import Function, normalized, random
 

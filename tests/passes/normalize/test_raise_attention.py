@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from msc.capture import Captured, capture
+from msc.capture.captured import Captured
+from msc.capture.entry import capture
 from msc.passes.normalize import normalize
 from tests.passes.normalize.one_op import Function, normalized, random, targets
 

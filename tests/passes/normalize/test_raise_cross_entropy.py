@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from msc.capture import capture
+from msc.capture.entry import capture
 from msc.ir.structure import output_nodes
 from msc.passes.normalize import normalize
 from tests.passes.normalize.one_op import Function, normalized, random, targets

@@ -8,7 +8,8 @@ import torch
 import transformers
 from torch import Tensor, fx, nn
 
-from msc.capture import Captured, capture
+from msc.capture.captured import Captured
+from msc.capture.entry import capture
 from msc.passes.normalize import normalize
 from tests import zoo
 from tests.passes.normalize.one_op import Function, normalized, random, targets

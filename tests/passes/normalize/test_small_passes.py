@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from msc.capture import capture
+from msc.capture.entry import capture
 from msc.ir.errors import CaptureError
 from msc.passes.normalize import NORMALIZE, normalize
 from msc.passes.normalize.dead_code import remove_dead_code

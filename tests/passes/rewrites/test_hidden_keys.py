@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from msc.capture import capture
+from msc.capture.entry import capture
 from msc.passes.normalize import normalize
 from msc.passes.rewrites.hidden_keys import HiddenKeys
 from tests.passes.normalize.one_op import Function, random

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import msc
-from msc.capture import Captured, capture
+from msc.capture.captured import Captured
+from msc.capture.entry import capture
 from msc.ir.ops.attention import ATTENTION
 from msc.ir.rewrites import Finding
 from msc.passes.normalize import normalize

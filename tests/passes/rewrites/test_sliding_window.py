@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import msc
-from msc.capture import capture
+from msc.capture.entry import capture
 from msc.ir.ops.attention import ATTENTION
 from msc.passes.normalize import normalize
 from msc.passes.rewrites.apply import apply_rewrites

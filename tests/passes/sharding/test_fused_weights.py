@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 import msc
-from msc.capture import capture
+from msc.capture.entry import capture
 from msc.compiler import new_unit
 from msc.ir.mesh import Mesh
 from msc.ir.pipeline import Pipeline
