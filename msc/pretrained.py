@@ -41,7 +41,8 @@ class PretrainedTensors(SavedTensors):
     """The tensors of several files, under the names that the program has for them."""
 
     def __init__(self, program: Program, files: list[Path]) -> None:
-        self._opened = [SavedTensors(file) for file in files]
+        advice = "It is cut short or damaged: copy it, or save the model, again."
+        self._opened = [SavedTensors(file, advice=advice) for file in files]
         places = {name: each for each in self._opened for name in each}
         self._found: dict[str, tuple[str, SavedTensors]] = {}
         self._extra = program.extra_state()

@@ -6,6 +6,7 @@ import errno
 import functools
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -116,6 +117,7 @@ class RankRun:
         if run is not None:
             self.recorder = self._open_recorder(Path(run))
         if self.recorder is not None:
+            weakref.finalize(self, self.recorder.end_unless_cut_off)  # scripts need not close
             rank_of = functools.partial(RecordingRank, recorder=self.recorder)
             if before_update is not None:
                 before_update = self.recorder.saving(before_update)

@@ -66,7 +66,8 @@ def read_mesh(folder: Path) -> Mesh:
         return Mesh(tuple((str(name), int(size)) for name, size in axes))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder} is no folder of a run ({error}). Give the one that Trainer(run=..) has."
+            f"{folder} is no folder of a run: {_RUN} there cannot be read ({error}). Give the one "
+            "that Trainer(run=..) has."
         ) from error
 
 
@@ -92,8 +93,8 @@ def diagnose(folder: Path, picture: Path | None = None) -> tuple[Verdict, str]:
                 schedules[rank] = from_text(schedule.read_text())
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
-                f"What rank {rank} has noted in {folder} cannot be read: {error}. If it begins "
-                "just now, ask again; otherwise remove the file."
+                f"What rank {rank} has noted in {ring} and {schedule.name} cannot be read: "
+                f"{error}. If it begins just now, ask again; otherwise remove both files."
             ) from error
     verdict = blame(views, schedules, mesh.size)
     if picture is not None:

@@ -34,9 +34,15 @@ def run_accounts(folder: Path) -> list[Account]:
     return found
 
 
-def report_json(found: Sequence[Account]) -> dict[str, Any]:
-    """All numbers, for programs; times in seconds."""
+def ranks_without_account(folder: Path, found: Sequence[Account]) -> list[int]:
+    """Those of the run's mesh whose ledgers are missing or cut short, or that never began."""
+    return sorted(set(range(read_mesh(folder).size)) - {each.rank for each in found})
+
+
+def report_json(found: Sequence[Account], without: Sequence[int] = ()) -> dict[str, Any]:
+    """All numbers, for programs; times in seconds. without: see `ranks_without_account`."""
     return {
+        "without_account": list(without),
         "ranks": [
             {
                 "rank": each.rank,
@@ -55,8 +61,11 @@ def report_json(found: Sequence[Account]) -> dict[str, Any]:
     }
 
 
-def report_text(found: Sequence[Account]) -> str:
-    """A line per class: the mean over ranks, and the rank that has trained the least."""
+def report_text(found: Sequence[Account], without: Sequence[int] = ()) -> str:
+    """A line per class: the mean over ranks, and the rank that has trained the least.
+
+    without: see `ranks_without_account`.
+    """
     means, wall, low = mean(found), _mean_wall(found), worst(found)
     attempts = max(each.attempts for each in found)
     lines = [
@@ -70,6 +79,10 @@ def report_text(found: Sequence[Account]) -> str:
         lines.append(f"{label:22}  {_cell(average, wall)}  {_cell(lowest, low.wall_s)}")
     share = f"{_effective(found):.1%} of the wall time (rank {low.rank}: {low.effective:.1%})"
     lines.append(f"effective training time {share}")
+    if without:
+        names = ", ".join(map(str, without))
+        ranks = f"rank {names} is" if len(without) == 1 else f"ranks {names} are"
+        lines.append(f"{ranks} not in it: no ledger, or one that is cut short (rank-*.ledger)")
     return "\n".join(lines)
 
 

@@ -21,19 +21,24 @@ class SavedTensors(Mapping[str, Tensor]):
     """Name -> tensor; every access reads the file, and nothing of it is kept.
 
     state_names: those that belong to the plain module's `state_dict` besides the parameters.
-    digest: of all parameters' values, as `Program.values_digest`.
+    digest: of all parameters' values, as `Program.values_digest`; advice: what to do about a file
+    that cannot be read.
     """
 
-    def __init__(self, file: Path, state_names: Sequence[str] = (), digest: str = "") -> None:
+    def __init__(
+        self,
+        file: Path,
+        state_names: Sequence[str] = (),
+        digest: str = "",
+        advice: str = "Save the program again with program.save(folder).",
+    ) -> None:
         self.state_names = tuple(state_names)
         self.digest = digest
         opener: Any = safe_open
         try:
             self._file = opener(file, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{file} cannot be read: {error}. Save the program again with program.save(folder)."
-            ) from error
+            raise UserError(f"{file} cannot be read: {error}. {advice}") from error
         self._names = frozenset(self._file.keys())
 
     def __getitem__(self, name: str) -> Tensor:

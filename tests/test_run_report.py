@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import time
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from msc.cli import app
 from msc.run_folder import ledger_file
 from msc.run_report import report_json, run_accounts
+from msc.runtime.diagnosis.ring import read_ring
 from tests.checkpoint.runs import trainer
 
 
@@ -53,6 +55,30 @@ def test_steps_from_the_start_again_are_repeated_work(tmp_path: Path) -> None:
     (account,) = run_accounts(tmp_path)
     assert account.seconds["repeated"] > 0
     assert account.last_step == 3
+
+
+def test_a_rank_without_a_ledger_is_named(tmp_path: Path) -> None:
+    with trainer(None, run=tmp_path) as run:
+        run.fit(1)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**facts, "mesh": [["dp", 3]]}))
+    whole = ledger_file(tmp_path, 0).read_bytes()
+    ledger_file(tmp_path, 1).write_bytes(whole[:-1])
+    shown = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert shown.exit_code == 0
+    assert "ranks: 1," in shown.stdout
+    assert "ranks 1, 2 are not in it: no ledger, or one that is cut short" in shown.stdout
+    shown = CliRunner().invoke(app, ["report", "--json", str(tmp_path)])
+    assert json.loads(shown.stdout)["without_account"] == [1, 2]
+
+
+def test_a_script_need_not_close_its_trainer(tmp_path: Path) -> None:
+    run = trainer(None, run=tmp_path)
+    run.fit(1)
+    assert read_ring(tmp_path / "rank-00000.ring").phase == "idle"
+    del run
+    gc.collect()
+    assert read_ring(tmp_path / "rank-00000.ring").phase == "ended"
 
 
 def test_what_is_no_run_is_told(tmp_path: Path) -> None:

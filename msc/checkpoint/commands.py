@@ -59,7 +59,9 @@ def ls(url: Url, as_json: Json = False) -> None:
             return [json.dumps([each.__dict__ for each in found], indent=2)], 0
         states = {True: "complete", False: "incomplete"}
         lines = [f"{each.step:>10}  {states[each.complete]:10}  {each.folder}" for each in found]
-        return lines or [f"{url} has no checkpoint"], 0
+        there = "://" in url or Path(url).is_dir()
+        why = "" if there else ": there is no such folder"
+        return lines or [f"{url} has no checkpoint{why}"], 0
 
     _answer(action, as_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import queue
 import time
@@ -47,6 +48,9 @@ from msc.runtime.recovery.images import DamagedError, Images, joined
 from msc.runtime.recovery.link import Link, MemorySource
 from msc.runtime.state import RankState
 
+_NEVER_WRITABLE = {
+    *(errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+}
 _GRACE_S = 1.0  # for a process that has nothing to write to end, after an error
 
 
@@ -98,6 +102,7 @@ class RunCheckpoints:
         self._seed = seed
         self._batches = batches
         self._storage = open_storage(options.url)
+        self._check_folder()
         self._states = state_tensors(program)
         self._image = Image(written_by(self._states.tensors, program.mesh, job.rank))
         self._arena = Arena(self._image.size, job.device)
@@ -112,6 +117,17 @@ class RunCheckpoints:
         self._saved = -1
         self._last_save = time.monotonic()
         self._asked = -1
+
+    def _check_folder(self) -> None:
+        """Refuse now what no save could be written into."""
+        try:
+            self._storage.make_folder("")
+        except OSError as error:
+            if error.errno in _NEVER_WRITABLE:
+                raise UserError(
+                    f"Checkpoints cannot be saved in {self._storage}: {error}. Give msc.Checkpoint "
+                    "a folder that can be made and written."
+                ) from error
 
     # -- resuming
 

@@ -12,7 +12,7 @@ import typer
 from msc.command_exit import DIFFERENT, Json, guarded
 from msc.launch import launch
 from msc.run_folder import diagnose
-from msc.run_report import report_json, report_text, run_accounts
+from msc.run_report import ranks_without_account, report_json, report_text, run_accounts
 
 
 def blame(
@@ -46,7 +46,11 @@ def report_command(
         found = run_accounts(run)
 
         def show() -> int:
-            print(json.dumps(report_json(found), indent=2) if as_json else report_text(found))
+            without = ranks_without_account(run, found)
+            if as_json:
+                print(json.dumps(report_json(found, without), indent=2))
+            else:
+                print(report_text(found, without))
             return 0
 
         return show

@@ -162,5 +162,6 @@ def check_same_model(stored: Mapping[str, Described], wanted: StateTensors) -> N
         raise UserError(
             "The checkpoint is of another model, optimizer or precision:\n"
             + "\n".join([*shown, *more])
-            + "\nCompile the model with which it was trained, or give another folder."
+            + "\nCompile the model with the optimizer and precision with which it was trained, or "
+            "give another folder."
         )

@@ -76,6 +76,13 @@ class PartWriter:
             raise
 
 
+def _of_write(error: OSError, storage: Storage, size: int) -> str:
+    """What went wrong, where, and what was to be written there; writes themselves name no file."""
+    if error.filename is not None:
+        return str(error)
+    return f"{error}: {size:,} bytes were to be written below {storage}"
+
+
 class _Reports:
     """Lines of JSON to the trainer; silent once it is gone."""
 
@@ -94,7 +101,10 @@ class _Reports:
 def serve(memory: int) -> None:
     """Answer requests until stdin ends and all is written."""
     tell = _Reports()
-    plan = json.loads(sys.stdin.readline())
+    first = sys.stdin.readline()
+    if not first.endswith("\n"):
+        return  # the trainer was gone before it had said what to write
+    plan = json.loads(first)
     storage = open_storage(plan["url"])
     size = plan["size"]
     arena = memoryview(mmap.mmap(memory, plan["slots"] * plan["stride"]))
@@ -131,7 +141,7 @@ def serve(memory: int) -> None:
             if commits is not None:
                 commits.expect(step, request["state"], request["files"])
         except OSError as error:
-            tell("failed", error=str(error), **facts)
+            tell("failed", error=_of_write(error, storage, size), **facts)
     ended.set()
     if poller is not None:
         poller.join()

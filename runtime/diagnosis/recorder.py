@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 
 from msc.runtime.diagnosis import ledger as classes
@@ -23,9 +25,12 @@ class Recorder:
     def __init__(self, ring: Ring, ledger: Ledger) -> None:
         self.ring = ring
         self.ledger = ledger
+        self._phase = ""
+        self._process = os.getpid()
 
     def phase(self, name: str, step: int | None = None) -> None:
         """What the rank does now; with a step's number where one begins."""
+        self._phase = name
         self.ring.phase(name, step)
         if step is not None:
             self.ledger.begin_step(step)
@@ -38,8 +43,15 @@ class Recorder:
 
     def step_done(self) -> None:
         """The step that began last is done."""
+        self._phase = "idle"
         self.ring.phase("idle")
         self.ledger.end_step()
+
+    def end_unless_cut_off(self) -> None:
+        """The process ends, or the run is not used any more: it ended well if nothing was begun."""
+        raised = hasattr(sys, "last_value")
+        if self._phase == "idle" and not raised and os.getpid() == self._process:
+            self.phase("ended")
 
     def enter(self, token: int) -> int:
         """A wait for what was started begins; a token for `leave`."""

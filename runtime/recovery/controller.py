@@ -356,7 +356,7 @@ class Controller:
             self._budget.restarts -= 1
             kept = []
             self._from_storage = True
-            then = "all ranks are started anew, with the state in storage"
+            then = "all ranks are started anew, from storage if a step was saved"
         else:
             gone = {self._ranks.layout.places[rank] for rank in dead}
             if not self._go_on_without(gone, faults):

@@ -16,6 +16,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from msc.ir.errors import UserError
 from msc.runtime.diagnosis.process_facts import begin_now
 from msc.runtime.recovery import link
 from msc.runtime.recovery.channel import Channel
@@ -46,7 +47,8 @@ def main() -> None:
     try:
         _run(message["arguments"])
     except Exception as error:
-        channel.send("failed", error=f"{type(error).__name__}: {_first_line(error)}", step=None)
+        text = f"{type(error).__name__}: {_first_line(error)}"
+        channel.send("failed", error=text, step=None, final=isinstance(error, UserError))
         raise
 
 

@@ -87,7 +87,8 @@ def test_ls(saved: Path) -> None:
     ]
     found = json.loads(ckpt("ls", saved, "--json"))
     assert found[0] == {"folder": "step-00000003-aa", "step": 3, "complete": False}
-    assert ckpt("ls", saved / "nothing") == f"{saved}/nothing has no checkpoint\n"
+    words = f"{saved}/nothing has no checkpoint: there is no such folder\n"
+    assert ckpt("ls", saved / "nothing") == words
 
 
 def test_verify(saved: Path) -> None:

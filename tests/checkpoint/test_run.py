@@ -102,3 +102,10 @@ def test_a_rank_that_dies_while_loading_is_named(
     monkeypatch.setattr(Loader, "load", lost)
     with pytest.raises(msc.CommunicationError, match="Rank 0 got no answer from another rank"):
         trainer(saved)
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_folder_that_can_never_be_made_is_refused_at_once(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(msc.UserError, match=r"cannot be saved in .*file.*can be made"):
+        trainer(tmp_path / "file" / below)

@@ -99,7 +99,7 @@ def test_without_replacements_all_go_on_from_storage(folder: Path) -> None:
     found = check(folder, "dp=2", "stored", done)
     assert [each["replaced"] for each in found] == [[0, 1]]
     assert "rank 1 raised ValueError: on purpose in step 8" in done.stderr
-    assert "all ranks are started anew, with the state in storage" in done.stderr
+    assert "all ranks are started anew, from storage if a step was saved" in done.stderr
 
 
 def test_a_failure_that_comes_back_ends_the_run_by_name(folder: Path) -> None:
