@@ -114,6 +114,19 @@ def test_without_a_budget_the_first_failure_is_the_end(tmp_path: Path) -> None:
     assert "Rank 1 failed with exit code 3; the other ranks were stopped." in done.stderr
 
 
+def test_input_that_cannot_be_used_ends_a_run_at_once(tmp_path: Path) -> None:
+    script = "from msc.ir.errors import PlanError\nraise PlanError('3 do not split over 2')\n"
+    done = subprocess.run(
+        command(tmp_path, script, "--restarts", "3"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "raised PlanError: 3 do not split over 2; the run ends, since it would" in done.stderr
+    assert "started anew" not in done.stderr
+
+
 def test_a_script_that_is_not_there_is_named() -> None:
     with pytest.raises(InputError, match=r"There is no script nowhere\.py"):
         launch(["nowhere.py"], 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -203,3 +204,10 @@ def test_a_process_that_does_not_listen_stops_nobody(tmp_path: Path, make: Make)
     assert writer.flush(60)
     writer.close(60)  # the older one has been removed then
     assert saved(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("told", ["", '{"url": "sa'])
+def test_a_writer_whose_trainer_is_gone_before_it_began_is_silent(told: str) -> None:
+    command = [sys.executable, "-m", "msc.runtime.checkpoint.writer", "0"]
+    done = subprocess.run(command, input=told, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
