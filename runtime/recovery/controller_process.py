@@ -69,11 +69,13 @@ class Settings:
 class _Guest:
     """A connection, and the node once that has proved to be of the run.
 
-    agent: tells its agent from all others.
+    host: from where it came; reached: by which of this host's addresses; agent: tells its agent
+    from all others.
     """
 
     wire: Wire
     host: str
+    reached: str
     agent: str = ""
     challenge: str = field(default_factory=lambda: secrets.token_hex(16))
     node: Node | None = None
@@ -139,11 +141,7 @@ class Service:
 
     def _accept(self) -> None:
         connection, address = self._listener.accept()
-        guest = _Guest(Wire(connection), address[0])
-        if self._known_as is None and not is_loopback(address[0]):
-            self._known_as = connection.getsockname()[0]
-            for other in self._guests:
-                self._tell_name(other)
+        guest = _Guest(Wire(connection), address[0], connection.getsockname()[0])
         self._guests.append(guest)
         self._selector.register(guest.wire, selectors.EVENT_READ)
         guest.wire.send(guest.challenge)
@@ -200,7 +198,12 @@ class Service:
             return True  # it closes the connection when it has read that
         guest.node, guest.agent = node, hello["agent"]
         wire.largest = LARGEST
-        self._tell_name(guest)
+        if self._known_as is None and not is_loopback(guest.host):
+            self._known_as = guest.reached
+            for other in self._guests:
+                self._tell_name(other)
+        else:
+            self._tell_name(guest)
         for message in before:
             wire.send(message)
         return True
