@@ -11,7 +11,6 @@ are replaced. When all are there, the controller says which step all have in mem
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,8 +37,6 @@ _LEAVE_S = 2.0
 """How long a rank may take to come out of its group, or the time of two of its steps."""
 _LOST_S = 1.0
 """How long a lost connection waits for the fault that explains it."""
-_ASK_AGAIN_S = 30.0
-"""After a step could not be saved, the ranks are asked again to give way."""
 _RETURN_S = 10.0
 """How long a controller that was started anew waits for the nodes of the one before."""
 
@@ -84,7 +81,6 @@ class Controller:
         self._lost: float | None = None
         self._repair: Repair | None = None
         self._from_storage = False
-        self._asked: float | None = None
         self._repeated = 0
         self._speaking: dict[int, Node] = {}  # processes that have yet to say what failed
         self._end: tuple[Fault, str] | None = None
@@ -275,7 +271,7 @@ class Controller:
         elif event == "gave way":
             self._grow()
         elif event == "goes on":
-            self._asked = time.monotonic() + _ASK_AGAIN_S
+            self._growth.is_put_off(time.monotonic())
             self._ranks.say(
                 f"step {facts['step']} was not saved, so that the run does not grow back now"
             )
@@ -430,7 +426,8 @@ class Controller:
     def _form(self) -> None:
         """All ranks are there: they form the next generation."""
         self._preparation.is_disturbed()
-        self._lost = self._asked = None
+        self._growth.may_ask()
+        self._lost = None
         may_grow = self._ranks.world < self._resizing.whole
         form(self._ranks, self._from_storage, may_grow, self._succession.remember)
         self._from_storage = False
@@ -456,18 +453,13 @@ class Controller:
         return True
 
     def _try_to_grow(self, now: float) -> None:
-        """All ranks train: try lost places, and ask the ranks to give way when all are back."""
+        """All ranks train: let lost places come back."""
         ranks = self._ranks
         if ranks.world == self._resizing.whole or not self._resizing.sizes.saved:
             return
         if self._roster.waiting:
             ranks.seat()
         self._growth.turn(now)
-        if len(self._roster.seated) < ranks.layout.nnodes or not self._growth.is_complete:
-            return
-        if self._asked is None or now >= self._asked:
-            self._asked = math.inf
-            ranks.send(ranks.members[0], "grow")
 
     def _grow(self) -> None:
         """The state is saved, and all ranks wait to be ended."""

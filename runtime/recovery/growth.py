@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from msc.ir.torch_private import TCPStore
@@ -9,6 +10,9 @@ from msc.runtime.recovery.events import Events
 from msc.runtime.recovery.members import Member, Stage
 from msc.runtime.recovery.places import Place, Places
 from msc.runtime.recovery.ranks import Ranks
+
+_ASK_AGAIN_S = 30.0
+"""After a step could not be saved, the ranks are asked again to give way."""
 
 
 class Growth:
@@ -24,8 +28,26 @@ class Growth:
         self._events = events
         self._tries: dict[Place, Member] = {}
         self._store: TCPStore | None = None
+        self._next_ask = 0.0
 
     def turn(self, now: float) -> None:
+        """Try lost places, and ask the ranks to give way, once, when all places are back."""
+        self._try(now)
+        ranks = self._ranks
+        all_nodes = len(ranks.roster.seated) == ranks.layout.nnodes
+        if all_nodes and self.is_complete and now >= self._next_ask:
+            self._next_ask = math.inf
+            ranks.send(ranks.members[0], "grow")
+
+    def may_ask(self) -> None:
+        """Another generation has not been asked yet."""
+        self._next_ask = 0.0
+
+    def is_put_off(self, now: float) -> None:
+        """The ranks that were asked go on, since their step was not saved."""
+        self._next_ask = now + _ASK_AGAIN_S
+
+    def _try(self, now: float) -> None:
         """Start a process on each lost place of a node that is there, if its time has come."""
         ranks = self._ranks
         for place in self._places.to_try(now):
