@@ -122,12 +122,19 @@ def kill_writer(trainer: msc.Trainer) -> None:
 
 
 def train_while_stopped(trainer: msc.Trainer, steps: int, here: bool) -> None:
-    """Train while one rank's writing process is stopped, then wait until all saves are over."""
+    """Train while one rank's writing process is stopped, then wait until all saves are over.
+
+    The other's has always written before the next step that is saved, however slow it is.
+    """
     checkpoints = trainer._run.checkpoints
     assert checkpoints is not None
     if here:
         os.kill(checkpoints.writer.pid, signal.SIGSTOP)
-    trainer.fit(steps)
+    for _ in range(steps // EVERY):
+        trainer.fit(EVERY)
+        checkpoints.settle()
+        while not here and checkpoints.writer.written != trainer.step:
+            time.sleep(0.01)
     if here:
         os.kill(checkpoints.writer.pid, signal.SIGCONT)
     checkpoints.flush()
